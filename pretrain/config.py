@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 # (n_layer, n_head, n_embd). gpt2*: OpenAI's four sizes (Radford et al. 2019, table 2, as released). The others are for one CPU.
 PRESETS = {
@@ -35,7 +33,9 @@ class ConfigError(ValueError):
 
 def key(default: Any, doc: str, *, free: bool = False) -> Any:
     metadata = {"doc": doc, "free": free}
-    return field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
+    return (
+        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Run:
     init_seed: int | None = key(None, "seed of the initial weights (default: `run.seed`)")
     data_seed: int | None = key(None, "seed of the data order (default: `run.seed`)")
     resume: str = key("auto", "`auto`, `never`, `must`, or the path of a checkpoint to start from", free=True)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of forward and backward; weights stay fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "arithmetic of forward and backward; weights stay fp32"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = key("auto", "`auto` takes GPUs where there are some", free=True)
     deterministic: bool = key(False, "use only deterministic kernels (slower on GPUs; CPUs need nothing)")
 
@@ -76,8 +78,12 @@ class Model:
     vocab_size: int | None = key(None, "rows of the embedding that stand for tokens (default: the tokenizer's)")
     dropout: float = key(0.0, "after embeddings, attention and both halves of a block")
     init_from: str | None = key(None, "a Hugging Face folder or name whose weights to start from")
-    build: str | None = key(None, "`module:function` that makes the model in place of ours: (config, model config) -> module")
-    activation_checkpointing: bool = key(False, "recompute each block in the backward: less memory, about a third more work", free=True)
+    build: str | None = key(
+        None, "`module:function` that makes the model in place of ours: (config, model config) -> module"
+    )
+    activation_checkpointing: bool = key(
+        False, "recompute each block in the backward: less memory, about a third more work", free=True
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ class Optim:
     eps: float = key(1e-8, "AdamW's epsilon")
     momentum: float | None = key(None, "Muon's (default 0.95) or SGD's (default 0)")
     grad_clip: float = key(1.0, "largest global gradient norm; 0 never clips")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", "after the warm-up; `wsd` holds, then falls linearly")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
+        "cosine", "after the warm-up; `wsd` holds, then falls linearly"
+    )
     warmup_steps: int = key(0, "updates of linear warm-up")
     decay_fraction: float = key(0.2, "share of the updates in which `wsd` falls")
     min_lr_ratio: float = key(0.1, "the last update's learning rate, as a share of the peak")
@@ -114,14 +122,24 @@ class Train:
     keep_every: int = key(0, "keep for ever each checkpoint whose step is a multiple of this", free=True)
     sample_every: int = key(0, "updates between printed samples; 0 prints none", free=True)
     sample_prompt: str = key("", "what a printed sample continues; empty starts a new document", free=True)
-    compile: Literal["auto", "off", "block", "whole"] = key("auto", "torch.compile: each block, or the whole model", free=True)
-    nonfinite: Literal["stop", "skip"] = key("stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True)
-    hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
+    compile: Literal["auto", "off", "block", "whole"] = key(
+        "auto", "torch.compile: each block, or the whole model", free=True
+    )
+    nonfinite: Literal["stop", "skip"] = key(
+        "stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True
+    )
+    hang_timeout: float = key(
+        1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True
+    )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    name: str = key("auto", "how the work is spread over processes; `auto`: what the launch asks for, else `ddp` or `single`", free=True)
+    name: str = key(
+        "auto",
+        "how the work is spread over processes; `auto`: what the launch asks for, else `ddp` or `single`",
+        free=True,
+    )
     options: Mapping[str, Any] = key({}, "the strategy's own options", free=True)
 
 
@@ -203,7 +221,9 @@ def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
         last = max(1, round((cfg.train.epochs or 0) * windows_per_epoch))
     steps = -(-last // windows)
     if cfg.optim.warmup_steps > steps:
-        raise ConfigError(f"optim.warmup_steps={cfg.optim.warmup_steps:,} is longer than the run ({steps:,} updates); write optim.warmup_steps={steps // 10}")
+        raise ConfigError(
+            f"optim.warmup_steps={cfg.optim.warmup_steps:,} is longer than the run ({steps:,} updates); write optim.warmup_steps={steps // 10}"
+        )
     return Layout(world_size, micro, cfg.batch.tokens // unit, T, steps, last)
 
 
@@ -234,7 +254,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, 
 
     errors: list[str] = []
     tree: dict[str, Any] = {}
-    for section, content in loaded.items():
+    for section, content in ((str(k), v) for k, v in loaded.items()):
         if isinstance(content, Mapping):
             for name, value in content.items():
                 tree[f"{section}.{name}"] = value
@@ -243,7 +263,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, 
     for override in overrides:
         _read_override(override, tree, errors)
 
-    sections = {f.name: _build_section(f.name, typing.get_type_hints(Config)[f.name], tree, errors) for f in dataclasses.fields(Config)}
+    sections = {
+        f.name: _build_section(f.name, typing.get_type_hints(Config)[f.name], tree, errors)
+        for f in dataclasses.fields(Config)
+    }
     known = [f"{f.name}.{k.name}" for f in dataclasses.fields(Config) for k in dataclasses.fields(sections[f.name])]
     errors += [f"{name}: unknown key{_nearest(name, known)}" for name in tree if name not in known]
     cfg = Config(**sections)
@@ -406,7 +429,11 @@ def _contradictions(cfg: Config) -> list[str]:
                  "train.checkpoint_every", "train.keep_every", "train.sample_every", "train.hang_timeout"):  # fmt: skip
         if not _get(cfg, name) >= 0:
             found.append(f"{name}: must not be below 0, found {_get(cfg, name)}")
-    for name, value in (("optim.min_lr_ratio", o.min_lr_ratio), ("optim.decay_fraction", o.decay_fraction), ("model.dropout", m.dropout)):
+    for name, value in (
+        ("optim.min_lr_ratio", o.min_lr_ratio),
+        ("optim.decay_fraction", o.decay_fraction),
+        ("model.dropout", m.dropout),
+    ):
         if not 0 <= value <= 1:
             found.append(f"{name}: must lie between 0 and 1, found {value}")
     if "/" in cfg.run.name or cfg.run.name in (".", ".."):

@@ -36,7 +36,10 @@ def shuffled(index: Int64s, n: int, seed: int, epoch: Int64s | int) -> Int64s:
             x, k = value[walking], keys[walking]
             left, right = x >> half, x & mask
             for r in range(_ROUNDS):
-                left, right = right, left ^ (_mix(right + k + np.uint64(r * 0x632BE59BD9B4E019 & 0xFFFFFFFFFFFFFFFF)) & mask)
+                left, right = (
+                    right,
+                    left ^ (_mix(right + k + np.uint64(r * 0x632BE59BD9B4E019 & 0xFFFFFFFFFFFFFFFF)) & mask),
+                )
             value[walking] = (left << half) | right
             walking[walking] = value[walking] >= np.uint64(n)
     return value.astype(np.int64)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 HEADER = 256
-MAGIC = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+MAGIC: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 MAX_TOKENS = 2**31 - 1  # the header's field is an int32
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -106,7 +106,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ShardError(f"{folder / MANIFEST} is not valid JSON ({error}); prepare the set again") from None
     if manifest.get("format_version") != FORMAT_VERSION:
-        raise ShardError(f"{folder / MANIFEST} has format_version {manifest.get('format_version')!r}; this pretrain reads {FORMAT_VERSION}")
+        raise ShardError(
+            f"{folder / MANIFEST} has format_version {manifest.get('format_version')!r}; this pretrain reads {FORMAT_VERSION}"
+        )
     return manifest
 
 
@@ -135,21 +137,27 @@ def open_shard(path: Path) -> Shard:
         header = np.frombuffer(f.read(4 * HEADER), "<i4") if size >= 4 * HEADER else np.zeros(3, "<i4")
     if int(header[0]) not in MAGIC:
         if size == 0 or size % 2:
-            raise ShardError(f"{path} has {size:,} bytes and no shard header: neither llm.c's format nor a row of uint16")
+            raise ShardError(
+                f"{path} has {size:,} bytes and no shard header: neither llm.c's format nor a row of uint16"
+            )
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     version, dtype = MAGIC[int(header[0])]
     if int(header[1]) != version:
         raise ShardError(f"{path} has version {int(header[1])} in its header; expected {version}")
     held = (size - 4 * HEADER) / dtype.itemsize
     if held != int(header[2]):
-        raise ShardError(f"{path} says {int(header[2]):,} tokens in its header but holds {held:,.10g}: cut short or damaged; prepare or copy it again")
+        raise ShardError(
+            f"{path} says {int(header[2]):,} tokens in its header but holds {held:,.10g}: cut short or damaged; prepare or copy it again"
+        )
     return Shard(path, dtype, 4 * HEADER, int(header[2]))
 
 
 class TokenStream:
     """One split of one set, as one stream. Window i is tokens [i·T, i·T+T], so that inputs and targets both have T tokens."""
 
-    def __init__(self, shards: Sequence[Shard], fingerprint: str, manifest: Mapping[str, Any] | None, name: str) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], fingerprint: str, manifest: Mapping[str, Any] | None, name: str
+    ) -> None:
         self.shards, self.fingerprint, self.manifest, self.name = shards, fingerprint, manifest, name
         self.starts = np.cumsum([0, *(s.tokens for s in shards)], dtype=np.int64)
         self._maps = [np.memmap(s.path, s.dtype, "r", s.offset, (s.tokens,)) for s in shards]
@@ -163,7 +171,7 @@ class TokenStream:
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length) across file borders, as int64."""
-        assert 0 <= start and start + length <= self.tokens, f"tokens [{start}, {start + length}) of {self.tokens}"
+        assert start >= 0 and start + length <= self.tokens, f"tokens [{start}, {start + length}) of {self.tokens}"
         out = np.empty(length, np.int64)
         file, filled = int(np.searchsorted(self.starts, start, "right")) - 1, 0
         while filled < length:
@@ -200,7 +208,10 @@ def open_split(path: str | Path, split: str) -> TokenStream:
         shards = [open_shard(file) for file in files]
         mark = _bare_fingerprint(shards)
     if not names:
-        raise ShardError(f"{path} has no {split} split" + (f"; prepare it with --val-fraction 0.01, or set data.{split}" if split == "val" else ""))
+        raise ShardError(
+            f"{path} has no {split} split"
+            + (f"; prepare it with --val-fraction 0.01, or set data.{split}" if split == "val" else "")
+        )
     if len({s.dtype for s in shards}) > 1:
         raise ShardError(f"{path}: its {split} files mix uint16 and uint32 tokens")
     return TokenStream(shards, mark, manifest, f"{path} ({split})")
@@ -211,7 +222,9 @@ def _open_listed(path: Path, tokens: int) -> Shard:
         raise ShardError(f"{path} is listed in {MANIFEST} but missing; copy it again or prepare the set again")
     shard = open_shard(path)
     if shard.tokens != tokens:
-        raise ShardError(f"{path} holds {shard.tokens:,} tokens, {MANIFEST} says {tokens:,}; copy it again or prepare the set again")
+        raise ShardError(
+            f"{path} holds {shard.tokens:,} tokens, {MANIFEST} says {tokens:,}; copy it again or prepare the set again"
+        )
     return shard
 
 
