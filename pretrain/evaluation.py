@@ -1,0 +1,36 @@
+"""Validation loss: token-weighted, over fixed windows, by all ranks, changing nothing of the training."""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], autocast: Callable[[], AbstractContextManager[Any]],
+             reduce_sum: Callable[[Tensor], Tensor], device: torch.device) -> tuple[float, int]:  # fmt: skip
+    """(loss in nats per token, number of targets) over all ranks' batches; every rank needs the same number of them."""
+    total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for inputs_BT, targets_BT in batches:
+                with autocast():
+                    loss_sum, tokens = model(inputs_BT, targets_BT)
+                total += torch.stack([loss_sum.to(total.dtype), tokens.to(total.dtype)])
+    finally:
+        model.train(was_training)
+    loss_sum, tokens = reduce_sum(total).tolist()
+    return loss_sum / tokens, int(tokens)
+
+
+def evaluation_metrics(loss: float, bytes_per_token: float | None) -> dict[str, float | None]:
+    """bits per byte = bits per token ÷ bytes per token of the split; None where the set does not say how many bytes it was."""
+    return {
+        "val_loss": loss,
+        "val_perplexity": math.exp(min(loss, 700.0)),
+        "val_bits_per_byte": loss / math.log(2) / bytes_per_token if bytes_per_token else None,
+    }

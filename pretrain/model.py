@@ -1,0 +1,215 @@
+"""GPT-2 as transformers has it, with the loss inside the forward, padded embedding rows, and initial weights by name.
+
+Shape suffixes: B sequences, T tokens, D width, V rows of the embedding, N = B·T.
+"""
+
+import hashlib
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pretrain.config import Config, ConfigError
+from pretrain.loader import IGNORED
+
+_PAD_ROWS_TO = 64  # matrix products want the vocabulary a multiple of this
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Sum of the cross-entropies of (N, V) logits in fp32, never holding more than one chunk of them in fp32.
+
+    Columns from `vocab_size` on are padding: they get no probability (logit −∞) and no gradient. Only the logits, in their own
+    dtype, are kept for the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
+        ctx.save_for_backward(logits_NV, targets_N)
+        ctx.vocab_size = vocab_size
+        total = logits_NV.new_zeros((), dtype=torch.float32)
+        for logits, targets in _chunks(logits_NV, targets_N):
+            real = logits[:, :vocab_size].float()
+            total = total + nn.functional.cross_entropy(real, targets, reduction="sum", ignore_index=IGNORED)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits_NV, targets_N = ctx.saved_tensors
+        grad_NV = torch.zeros_like(logits_NV) if logits_NV.shape[1] > ctx.vocab_size else torch.empty_like(logits_NV)
+        for out, logits, targets in _chunks(grad_NV, logits_NV, targets_N):
+            grad = logits[:, : ctx.vocab_size].softmax(dim=-1, dtype=torch.float32)
+            grad.scatter_add_(1, targets.clamp(min=0)[:, None], grad.new_full((len(targets), 1), -1.0))
+            grad *= torch.where(targets == IGNORED, 0.0, grads[0])[:, None]
+            out[:, : ctx.vocab_size].copy_(grad)
+        return grad_NV, None, None
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = max(512, -(-len(tensors[0]) // 16))  # few enough that a compiler can unroll them
+    return zip(*(t.split(size) for t in tensors), strict=True)
+
+
+class PretrainGPT2(GPT2LMHeadModel):  # type: ignore[misc]
+    """transformers' GPT-2 whose forward returns the loss sum; `config.vocab_size` counts the padded rows."""
+
+    vocab_size: int  # rows that stand for tokens
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of token losses in fp32, number of targets), both 0-d; targets equal to IGNORED do not count."""
+        hidden_BTD = self.transformer(inputs_BT, use_cache=False).last_hidden_state
+        logits_NV = self.lm_head(hidden_BTD).flatten(0, 1)
+        targets_N = targets_BT.flatten()
+        return _TokenLoss.apply(logits_NV, targets_N, self.vocab_size), (targets_N != IGNORED).sum()
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fill each parameter from its own CPU generator, seeded by (seed, name): the same values however they are laid out."""
+        for name, parameter in self.named_parameters():
+            value = initial_value(name, self.real_shape(name, parameter), self.config.n_layer, seed)
+            parameter.zero_()
+            parameter[: value.shape[0]].copy_(value)
+
+    def real_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """The parameter's shape without padded rows."""
+        rows = self.vocab_size if name == "transformer.wte.weight" else parameter.shape[0]
+        return torch.Size((rows, *parameter.shape[1:]))
+
+    def as_causal_lm(self) -> GPT2LMHeadModel:
+        """The same modules behind transformers' own forward, for `generate`. Padded ids must be suppressed there."""
+        with torch.device("meta"):
+            plain = GPT2LMHeadModel(self.config)
+        plain.transformer, plain.lm_head = self.transformer, self.lm_head
+        return plain.eval() if not self.training else plain
+
+
+def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
+    """GPT-2's initialisation: N(0, 0.02), residual projections divided by √(2·layers) (Radford et al. 2019, §2.3), biases 0, gains 1."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]) >> 1
+    )
+    std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
+    """The model on the CPU in fp32, initialised. Raises ConfigError where `init_from` or `build` does not fit."""
+    vocab_size = cfg.model.vocab_size or vocab_size
+    if cfg.model.init_from:
+        model = _from_pretrained(cfg, vocab_size)
+    else:
+        n_layer, n_head, n_embd = cfg.shape
+        shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "n_positions": cfg.data.sequence_length}
+        model = _make(cfg, GPT2Config(**shape, bos_token_id=eos_id, eos_token_id=eos_id), vocab_size)
+    if cfg.model.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _make(cfg: Config, config: GPT2Config, vocab_size: int) -> PretrainGPT2:
+    config.vocab_size = -(-vocab_size // _PAD_ROWS_TO) * _PAD_ROWS_TO
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = cfg.model.dropout
+    config._attn_implementation = "sdpa"
+    make = cast(Callable[[GPT2Config], PretrainGPT2], _custom(cfg.model.build) if cfg.model.build else PretrainGPT2)
+    with torch.device("meta"):
+        model: PretrainGPT2 = make(config)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    model.vocab_size = vocab_size
+    model.initialise(cfg.init_seed)
+    model.train()
+    return model
+
+
+def _custom(path: str) -> Any:
+    module, _, function = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"model.build: cannot take {function!r} from {module!r}: {error}; expected module:function on the Python path"
+        ) from None
+
+
+def _from_pretrained(cfg: Config, vocab_size: int) -> PretrainGPT2:
+    source = cast(str, cfg.model.init_from)
+    try:
+        found = GPT2LMHeadModel.from_pretrained(source, dtype=torch.float32)
+    except Exception as error:  # transformers raises OSError, ValueError, or what the hub's client raised
+        raise ConfigError(f"model.init_from: cannot load {source!r}: {str(error).splitlines()[0]}") from None
+    c = found.config
+    wanted = {
+        "vocab_size": vocab_size,
+        **({} if cfg.shape == (0, 0, 0) else dict(zip(("n_layer", "n_head", "n_embd"), cfg.shape, strict=True))),
+    }
+    differ = [
+        f"{name} {getattr(c, name)}, the config asks for {value}"
+        for name, value in wanted.items()
+        if getattr(c, name) != value
+    ]
+    if c.n_positions < cfg.data.sequence_length:
+        differ.append(f"{c.n_positions} positions, data.sequence_length is {cfg.data.sequence_length}")
+    if differ:
+        raise ConfigError(f"model.init_from: {source} has " + "; ".join(differ))
+    model = _make(cfg, c, vocab_size)
+    load_plain(model, found.state_dict())
+    return model
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer under its plain name, tied ones once."""
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """`named_tensors` without padded rows: what exports and hashes hold."""
+    cut = model.real_shape if isinstance(model, PretrainGPT2) else lambda _, tensor: tensor.shape
+    return {
+        name: tensor[: cut(name, tensor)[0]] if tensor.ndim else tensor for name, tensor in named_tensors(model).items()
+    }
+
+
+@torch.no_grad()
+def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """The inverse of `plain_state`: every name must be there with its shape; padded rows stay as they are."""
+    for name, tensor in plain_state(model).items():
+        tensor.copy_(state[name])
+
+
+def weights_hash(model: nn.Module) -> str:
+    digest = xxhash.xxh3_128()
+    for name, tensor in plain_state(model).items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Real rows only, tied embeddings once: 124,439,808 for `gpt2`."""
+    return sum(t.numel() for t in plain_state(model).values())
+
+
+def flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """Forward and backward: 6·N + 12·layers·width·T (Chowdhery et al. 2022, appendix B), N without position embeddings."""
+    matmuls = sum(t.numel() for name, t in plain_state(model).items() if "wpe" not in name)
+    config = getattr(model, "config", None)
+    attention = 12 * config.n_layer * config.n_embd * sequence_length if config is not None else 0
+    return 6 * matmuls + attention
+
+
+def compile_model(model: nn.Module, mode: str) -> None:
+    """In place, so that no saved name changes: each block, or the whole forward."""
+    blocks: Iterable[nn.Module] = (
+        model.transformer.h if mode == "block" and isinstance(model, PretrainGPT2) else [model]
+    )
+    for block in blocks:
+        block.compile()

@@ -1,0 +1,147 @@
+"""The optimiser as a recipe (groups by parameter name, so that it survives any wrapping), and the learning rate by step."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from pretrain.config import Optim
+
+MUON_STATE = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which parameter goes where, computed on the plain model: after FSDP1 wraps, every parameter is 1-D."""
+
+    decayed: frozenset[str]
+    hidden: frozenset[str]  # matrices inside the blocks: Muon's
+    fused_qkv: frozenset[str]  # of those, the ones that hold Q, K and V side by side: orthogonalised apart
+    optim: Optim
+
+
+def make_recipe(parameters: Mapping[str, Tensor], optim: Optim) -> Recipe:
+    """Matrices and embeddings decay; biases and norms don't. A tied head counts once, as the embedding."""
+    matrices = frozenset(name for name, p in parameters.items() if p.ndim >= 2)
+    hidden = frozenset(name for name in matrices if ".h." in name)
+    return Recipe(matrices, hidden, frozenset(n for n in hidden if n.endswith("c_attn.weight")), optim)
+
+
+def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimizer:
+    """`parameters`: the same names, as wrapped. Every parameter in exactly one group, state allocated at once: memory runs out now or never."""
+    o = recipe.optim
+    named = parameters.items()
+    decay = [p for name, p in named if name in recipe.decayed]
+    rest = [p for name, p in named if name not in recipe.decayed]
+    groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer: Optimizer
+    if o.name == "sgd":
+        optimizer = SGD(groups, lr=o.lr, momentum=o.momentum or 0.0, fused=True)
+    elif o.name == "adamw":
+        optimizer = AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+    else:
+        groups[0]["params"] = [p for name, p in named if name in recipe.decayed - recipe.hidden]
+        adamw = AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+        hidden = [(p, 3 if name in recipe.fused_qkv else 1) for name, p in named if name in recipe.hidden]
+        optimizer = MuonAndAdamW(hidden, adamw, o)
+    _allocate_state(optimizer)
+    return optimizer
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's Muon for the hidden matrices (momentum, orthogonalised update, decoupled decay) and AdamW for everything else.
+
+    GPT-2's Conv1D weights are (in, out), so the learning rate follows `match_rms_adamw` (Liu et al. 2025, arXiv 2502.16982), which
+    is symmetric in the shape and lets AdamW's learning rate serve both. Muon steps on views: a matrix that holds Q, K and V is three.
+    """
+
+    def __init__(self, hidden: list[tuple[Tensor, int]], adamw: AdamW, optim: Optim) -> None:
+        super().__init__([p for p, _ in hidden], {"lr": optim.lr})
+        self._adamw = adamw
+        self._views = [(p, part) for p, parts in hidden for part in range(parts)]
+        self._parts = {id(p): parts for p, parts in hidden}
+        momentum = 0.95 if optim.momentum is None else optim.momentum
+        pieces = [nn.Parameter(self._piece(p.detach(), p, part)) for p, part in self._views]
+        self._muon = Muon(
+            pieces, lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        self.param_groups = [*self._muon.param_groups, *adamw.param_groups]
+        for p, _ in hidden:
+            self.state[p] = {MUON_STATE: torch.zeros_like(p)}
+        for piece, (p, part) in zip(pieces, self._views, strict=True):
+            self._muon.state[piece][MUON_STATE] = self._piece(self.state[p][MUON_STATE], p, part)
+        self.found_inf: Tensor | None = None
+
+    def _piece(self, tensor: Tensor, p: Tensor, part: int) -> Tensor:
+        return tensor.chunk(self._parts[id(p)], dim=1)[part]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pieces = self._muon.param_groups[0]["params"]
+        before = [(piece.clone(), self._muon.state[piece][MUON_STATE].clone()) for piece in pieces]
+        for piece, (p, part) in zip(pieces, self._views, strict=True):
+            piece.grad = None if p.grad is None else self._piece(p.grad, p, part)
+        self._muon.step()
+        for piece, (weight, momentum) in zip(pieces, before, strict=True):
+            if self.found_inf is not None:  # torch's Muon knows no gate: put back what a refused update touched
+                refused = self.found_inf > 0
+                piece.copy_(torch.where(refused, weight, piece))
+                state = self._muon.state[piece][MUON_STATE]
+                state.copy_(torch.where(refused, momentum, state))
+            piece.grad = None
+        gated_step(self._adamw, self.found_inf)
+        self.state.update(self._adamw.state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in (*(p for p, _ in self._views), *(p for group in self._adamw.param_groups for p in group["params"])):
+            p.grad = None
+
+
+def gated_step(optimizer: Optimizer, found_inf: Tensor | None) -> None:
+    """A step that the device itself refuses where `found_inf` (0-d float32) is 1: weights, moments and counters stay untouched."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+def _allocate_state(optimizer: Optimizer) -> None:
+    """A refused step on zero gradients: allocates what the class keeps and changes nothing."""
+    parameters = list(every_parameter(optimizer))
+    if isinstance(optimizer, SGD):  # its fused first step would leave an uninitialised buffer behind
+        for p in parameters if optimizer.defaults["momentum"] else ():
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    gated_step(optimizer, torch.ones((), dtype=torch.float32, device=parameters[0].device))
+    optimizer.zero_grad(set_to_none=True)
+
+
+def every_parameter(optimizer: Optimizer) -> Iterable[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def lr_at(step: int, optim: Optim, steps: int) -> float:
+    """Learning rate of update `step` (1 … steps): the peak at the end of the warm-up, `min_lr_ratio` of it at the last update."""
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    floor = optim.lr * optim.min_lr_ratio
+    if optim.schedule == "constant":
+        return optim.lr
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":
+        start = max(start, steps - round(optim.decay_fraction * steps))
+        if step <= start:
+            return optim.lr
+    done = min(1.0, (step - start) / max(1, steps - start))
+    share = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    return floor + (optim.lr - floor) * share

@@ -1,0 +1,137 @@
+"""One folder per run, with one owner: its lock, its status, what ran in it, and its line-by-line records."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from pretrain.config import ConfigError
+
+PACKAGE = Path(__file__).parent
+
+
+def write_atomic(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(path)
+
+
+def claim(folder: Path) -> IO[str]:
+    """Become the run folder's only owner, until the returned file is closed or the process ends. Raises ConfigError naming the owner."""
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 — held for the life of the run
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise ConfigError(
+            f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    lock.flush()
+    return lock
+
+
+class Status:
+    """`status.json`, for scripts. Any rank may report a failure; the first one stands."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path, self.rank = folder / "status.json", rank
+
+    def write(self, state: str, *, step: int, exit_status: int | None = None, reason: str = "") -> None:
+        record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "rank": self.rank,
+                  "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        write_atomic(self.path, json.dumps(record) + "\n")
+
+    def fail(self, reason: str, *, step: int) -> bool:
+        """Record a failure unless another rank did so first; True for the one whose failure this is."""
+        with open(self.path.with_name(".status-lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = read_status(self.path.parent)
+            if found and found["state"] == "failed":
+                return False
+            self.write("failed", step=step, exit_status=1, reason=reason)
+            return True
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    try:
+        status: dict[str, Any] = json.loads((folder / "status.json").read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return status
+
+
+def record_config(folder: Path, effective: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """Write config.yaml. Returns a line per fact that differs from the previous start: versions, machine, threads."""
+    path, changed = folder / "config.yaml", []
+    if path.exists():
+        before = OmegaConf.to_container(OmegaConf.load(path)).get("facts", {})  # type: ignore[union-attr]
+        for name, value in facts.items():
+            if name in before and before[name] != value and name not in ("overrides", "config_file"):
+                changed.append(f"{name}: {before[name]} -> {value}")
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create({**effective, "facts": dict(facts)})))
+    return changed
+
+
+def record_code(folder: Path) -> list[str]:
+    """At the first start, copy our source, the commit and what differs from it; later, name the files that have changed since."""
+    code = folder / "code"
+    if code.exists():
+        ours, theirs = (
+            {p.relative_to(root): p.read_text("utf-8") for p in root.rglob("*.py")}
+            for root in (PACKAGE, code / "pretrain")
+        )
+        return sorted(str(p) for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p))
+    temporary = folder / "code.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(PACKAGE, temporary / "pretrain", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, command in (("commit.txt", ["rev-parse", "HEAD"]), ("diff.patch", ["diff", "HEAD"])):
+        try:
+            ran = subprocess.run(["git", "-C", str(PACKAGE), *command], capture_output=True, text=True, timeout=10)
+            (temporary / name).write_text(
+                ran.stdout if ran.returncode == 0 else "not a git checkout\n", encoding="utf-8"
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            (temporary / name).write_text("git is not available\n", encoding="utf-8")
+    temporary.rename(code)
+    return []
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the records of steps after `step`, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    write_atomic(path, "".join(kept))
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: old -> new` for each key of two flat configs that differs."""
+    return [
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]

@@ -1,0 +1,93 @@
+"""Requests to stop: signals, the stop file, the launcher's death. Decided by all ranks together, for the next step."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_REASONS = ("", "stop file", "SIGINT", "SIGTERM", "SIGUSR1", "the launcher is gone")
+_SIGNALS = {signal.SIGINT: 2, signal.SIGTERM: 3, signal.SIGUSR1: 4}
+_LAUNCHER_GONE = 5
+_PR_SET_PDEATHSIG = 1
+
+
+class StopRequests:
+    """Listens from construction on. The first request ends the run at a step boundary; the user's second ends the process at once.
+
+    A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
+    """
+
+    def __init__(self, *, follow_launcher: bool, at_once: Callable[[str], None]) -> None:
+        self._requested = 0
+        self._at_once = at_once
+        self._launcher = os.getppid()
+        self._gone = False
+        self._vote: tuple[dist.Work, torch.Tensor] | None = None
+        self._stop_file: Path | None = None
+        self._started = time.time()
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._listen, args=(read,), name="stop-requests", daemon=True).start()
+        if (
+            follow_launcher and sys.platform == "linux"
+        ):  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != self._launcher:
+                self._requested = _LAUNCHER_GONE
+
+    def watch(self, stop_file: Path) -> None:
+        """Main process only. A file older than this start is a leftover."""
+        self._stop_file = stop_file
+
+    def agreed(self, group: dist.ProcessGroup | None) -> str | None:
+        """Call at every step boundary, on every rank: the reason to stop before the next step, or None. Waits for last step's vote alone."""
+        if self._stop_file is not None and self._stop_file_is_new():
+            self._requested = self._requested or 1
+        if group is None:
+            decided = self._requested
+        else:
+            decided = 0
+            if self._vote is not None:
+                self._vote[0].wait()
+                decided = int(self._vote[1])
+            flag = torch.tensor(self._requested)
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True)
+            assert work is not None
+            self._vote = (work, flag)
+        if decided and self._stop_file is not None:
+            self._stop_file.unlink(missing_ok=True)
+        return _REASONS[decided] if decided else None
+
+    def _stop_file_is_new(self) -> bool:
+        assert self._stop_file is not None
+        try:
+            return self._stop_file.stat().st_mtime >= self._started
+        except OSError:
+            return False
+
+    def _listen(self, read: int) -> None:
+        while True:
+            for number in os.read(read, 64):
+                if number in _SIGNALS:
+                    self._receive(signal.Signals(number))
+
+    def _receive(self, number: signal.Signals) -> None:
+        if os.getppid() != self._launcher:  # its death is one request, however often the kernel says so
+            if not self._gone:
+                self._gone = True
+                self._requested = self._requested or _LAUNCHER_GONE
+        elif self._requested:
+            self._at_once(f"second request to stop ({number.name})")
+            os._exit(1)
+        else:
+            self._requested = _SIGNALS[number]

@@ -1,0 +1,54 @@
+"""Replicas of the whole model; gradients are averaged while the backward still runs (Li et al. 2020, arXiv 2006.15704)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pretrain.config import ConfigError
+from pretrain.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    bucket_cap_mb: int = 25  # gradients are reduced in buckets of this size
+    gradient_as_bucket_view: bool = True  # saves one copy of the gradients
+    static_graph: bool = False
+
+
+class DDP(Strategy):
+    Options = DDPOptions
+
+    def handlers(self) -> list[Any]:
+        o: DDPOptions = self.options
+        return [
+            DistributedDataParallelKwargs(
+                bucket_cap_mb=o.bucket_cap_mb,
+                gradient_as_bucket_view=o.gradient_as_bucket_view,
+                static_graph=o.static_graph,
+                broadcast_buffers=False,
+            )
+        ]
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        wrapped = self.accelerator.prepare_model(module)
+        if not isinstance(wrapped, DistributedDataParallel):
+            raise ConfigError(
+                f"strategy.name=ddp needs at least 2 processes; {self.accelerator.num_processes} was started: use strategy.name=single, or launch with --num_processes 2 --multi_gpu"
+            )
+        return wrapped
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self.accelerator.no_sync(model), self.autocast():
+            yield
+
+    def wire(self, step: int) -> int:
+        """A ring all-reduce of fp32 gradients: 2·(W−1)/W of them (Patarasuk and Yuan 2009)."""
+        world: int = self.accelerator.num_processes
+        gradients = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        return 2 * (world - 1) * gradients // world

@@ -1,0 +1,89 @@
+"""Where the time goes, how fast that is, and what it is measured against."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# Dense peak FLOP/s with fp32 accumulation, from the makers' data sheets: (name as CUDA reports it, 16-bit, fp32 through TF32).
+# H100/H200: NVIDIA H100 data sheet (half of the sparse figure); A100: A100 data sheet; V100, T4: theirs (16-bit is fp16);
+# L4, L40S, RTX: "Ada" and "Ampere GA102" white papers; B200: Blackwell architecture brief; MI300X: AMD's data sheet.
+PEAKS = (
+    ("B200", 2250e12, 1100e12),
+    ("H200", 989.4e12, 494.7e12),
+    ("H100 PCIe", 756e12, 378e12),
+    ("H100", 989.4e12, 494.7e12),
+    ("A100", 312e12, 156e12),
+    ("V100", 125e12, 15.7e12),
+    ("L40S", 362e12, 183e12),
+    ("L4", 121e12, 60e12),
+    ("RTX 4090", 165.2e12, 82.6e12),
+    ("RTX 3090", 71e12, 35.6e12),
+    ("T4", 65e12, 8.1e12),
+    ("MI300X", 1307.4e12, 653.7e12),
+)
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[str, float] | None:
+    """("H100 bf16 989e12", FLOP/s), or None where no peak is known (CPUs, other GPUs): then there is no MFU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known, sixteen, tf32 in PEAKS:
+        if known in name:
+            peak = tf32 if precision == "fp32" else sixteen
+            return f"{known} {precision} {peak / 1e12:.0f}e12", peak
+    return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this process ever held: the allocator's on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Clock:
+    """Splits the wall clock into training and everything else, so that tokens/s never counts an evaluation or a save."""
+
+    def __init__(self, device: torch.device, train_seconds: float) -> None:
+        self.device = device
+        self.train_seconds = train_seconds  # cumulative over restarts
+        self.other: dict[str, float] = {}  # "evaluation", "checkpoint", "warm-up", "sample": seconds since this start
+        self.data_seconds = 0.0  # of the current interval
+        self._mark = time.perf_counter()
+        self._paused = 0.0
+
+    @contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Time in here is not training."""
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            seconds = time.perf_counter() - start
+            self.other[what] = self.other.get(what, 0.0) + seconds
+            self._paused += seconds
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - start
+
+    def interval(self) -> tuple[float, float]:
+        """(training seconds, of them waiting for data) since the last call. Call it after the interval's host synchronisation."""
+        now = time.perf_counter()
+        seconds, data = now - self._mark - self._paused, self.data_seconds
+        self._mark, self._paused, self.data_seconds = now, 0.0, 0.0
+        self.train_seconds += seconds
+        return seconds, data
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
