@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,8 +54,9 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], n
     def write() -> dict[str, Any]:
         for name in GROUPS:
             if tensors.get(name):
-                dcp_save(dict(tensors[name]), storage_writer=HuggingFaceStorageWriter(str(temporary / name), save_distributed=True),
-                         process_group=group, no_dist=group is None)  # fmt: skip
+                with _no_group_is_meant():
+                    writer = HuggingFaceStorageWriter(str(temporary / name), save_distributed=True)
+                    dcp_save(dict(tensors[name]), storage_writer=writer, process_group=group, no_dist=group is None)
         mine = [p for p in sorted(temporary.glob("*/*.safetensors")) if p.name.startswith(f"shard-{rank + 1:05d}-")]
         return {str(p.relative_to(temporary)): _describe(p) for p in mine}
 
@@ -96,8 +98,7 @@ def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], group: dist.Pr
                 raise CheckpointError(
                     f"{path / name} does not fit this run: {differ[0]} is {stored.get(differ[0])} there and {wanted.get(differ[0])} here"
                 )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that no process group exists is meant
+            with _no_group_is_meant():
                 dcp_load(
                     dict(tensors[name]),
                     storage_reader=HuggingFaceStorageReader(str(path / name)),
@@ -179,6 +180,13 @@ def _together(act: Callable[[], T] | None, group: dist.ProcessGroup | None, fail
     if problems:
         raise CheckpointError(f"{failing}: {problems[0]}")
     return [outcome for outcome, _ in outcomes]
+
+
+@contextmanager
+def _no_group_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _first_cause(error: BaseException) -> str:

@@ -190,15 +190,17 @@ class Layout:
     accumulation: int
     sequence_length: int
     steps: int  # updates to the end of the run: the horizon of the schedule
-    last_position: int  # windows trained on when it ends; the last update may be short
+    last_position: (
+        int | None
+    )  # windows after which it ends, the last update being short if need be; None: it ends by steps
 
     @property
     def windows(self) -> int:
         """Windows per update."""
         return self.world_size * self.micro * self.accumulation
 
-    def position_after(self, step: int) -> int:
-        return min(step * self.windows, self.last_position)
+    def finished(self, step: int, position: int) -> bool:
+        return step >= self.steps if self.last_position is None else position >= self.last_position
 
 
 def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
@@ -214,12 +216,13 @@ def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
         )
     windows = cfg.batch.tokens // T
     if cfg.train.max_steps is not None:
-        last = cfg.train.max_steps * windows
-    elif cfg.train.max_tokens is not None:
-        last = max(1, cfg.train.max_tokens // T)
+        steps, last = cfg.train.max_steps, None
     else:
-        last = max(1, round((cfg.train.epochs or 0) * windows_per_epoch))
-    steps = -(-last // windows)
+        wanted = (
+            (cfg.train.epochs or 0) * windows_per_epoch if cfg.train.max_tokens is None else cfg.train.max_tokens / T
+        )
+        last = max(1, round(wanted))
+        steps = -(-last // windows)
     if cfg.optim.warmup_steps > steps:
         raise ConfigError(
             f"optim.warmup_steps={cfg.optim.warmup_steps:,} is longer than the run ({steps:,} updates); write optim.warmup_steps={steps // 10}"

@@ -1,19 +1,88 @@
 """(position, rank, world size) -> tensors. The position counts windows from the start of the run; nothing else is remembered."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from pretrain.config import ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout
 from pretrain.order import Int64s, mixed, shuffled
-from pretrain.shards import TokenStream
+from pretrain.shards import TokenStream, open_split
 
 IGNORED = -100  # torch's target that does not count
+_GPT2 = {"name": "gpt2 (assumed: a bare set names no tokenizer)", "vocab_size": 50257, "eos_id": 50256, "hash": None}
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The token streams of a run, and the tokenizer that they agree on."""
+
+    train: Sequence[TokenStream]
+    val: Sequence[TokenStream]  # empty where the run never evaluates
+    tokenizer: Mapping[str, Any]  # name, vocab_size, eos_id, hash
+    eval_windows: int
+
+    @property
+    def fingerprints(self) -> list[str]:
+        return [stream.fingerprint for stream in self.train]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the validation text; None for sets that do not say."""
+        splits = [(stream.manifest or {}).get("splits", {}).get("val", {}) for stream in self.val]
+        if not splits or not all(split.get("bytes") for split in splits):
+            return None
+        return float(sum(split["bytes"] for split in splits) / sum(split["tokens"] for split in splits))
+
+
+def open_sets(cfg: Config) -> Sets:
+    """Raises ShardError or ConfigError where a set is missing, too short, or made with another tokenizer."""
+    T = cfg.data.sequence_length
+    train = [open_split(source.path, "train") for source in cfg.data.train]
+    val = [open_split(source.path, "val") for source in cfg.data.val or cfg.data.train] if cfg.train.eval_every else []
+    for stream in (*train, *val):
+        if not stream.windows(T):
+            raise ConfigError(
+                f"{stream.name} has {stream.tokens:,} tokens, too few for one window of data.sequence_length={T:,} and its target"
+            )
+    if {shard.path.resolve() for stream in train for shard in stream.shards} & {
+        shard.path.resolve() for stream in val for shard in stream.shards
+    }:
+        raise ConfigError(
+            f"data.val: {val[0].name} would validate on files that are trained on; give another set, or train.eval_every=0"
+        )
+    tokenizers = [_tokenizer(stream) for stream in (*train, *val)]
+    for stream, tokenizer in zip((*train, *val), tokenizers, strict=True):
+        if (tokenizer["hash"], tokenizer["vocab_size"]) != (tokenizers[0]["hash"], tokenizers[0]["vocab_size"]):
+            raise ConfigError(
+                f"{stream.name} was made with {tokenizer['name']}, {train[0].name} with {tokenizers[0]['name']}: one model needs one tokenizer"
+            )
+    if cfg.model.vocab_size and train[0].manifest and cfg.model.vocab_size < tokenizers[0]["vocab_size"]:
+        raise ConfigError(
+            f"model.vocab_size={cfg.model.vocab_size:,} is smaller than the tokenizer's {tokenizers[0]['vocab_size']:,}; leave it out to take the tokenizer's"
+        )
+    available = sum(stream.windows(T) for stream in val)
+    wanted = available if cfg.train.eval_tokens is None else cfg.train.eval_tokens // T
+    if val and not 0 < wanted <= available:
+        raise ConfigError(
+            f"train.eval_tokens={cfg.train.eval_tokens:,}: the validation split has {available * T:,} tokens in windows of {T:,}; write a number from {T:,} to that, or leave it out to take all"
+        )
+    return Sets(train, val, tokenizers[0], wanted)
+
+
+def _tokenizer(stream: TokenStream) -> Mapping[str, Any]:
+    if stream.manifest is None:
+        return _GPT2
+    return {
+        "eos_id": stream.manifest["eos_id"],
+        "vocab_size": stream.manifest["vocab_size"],
+        **stream.manifest["tokenizer"],
+    }
 
 
 @dataclass(frozen=True)
@@ -75,7 +144,7 @@ class Loader:
 
     def _read(self, position: int) -> tuple[GlobalBatch, Tensor]:
         L = self.layout
-        stop = min(position + L.windows, L.last_position)
+        stop = position + L.windows if L.last_position is None else min(position + L.windows, L.last_position)
         source, window = self.window_ids(np.arange(position, stop))
         digest = xxhash.xxh3_64(np.stack([source, window]).tobytes()).hexdigest()
         rows = np.full((L.accumulation, L.micro, L.sequence_length + 1), IGNORED, np.int64)

@@ -70,6 +70,17 @@ class Status:
             return True
 
 
+def note_end(folder: Path, state: str, exit_status: int, reason: str) -> None:
+    """Record how a start ended before step 1, unless the folder is somebody else's."""
+    try:
+        lock = claim(folder)
+    except ConfigError:
+        return
+    step = (read_status(folder) or {}).get("step", 0)
+    Status(folder, 0).write(state, step=step, exit_status=exit_status, reason=reason)
+    lock.close()
+
+
 def read_status(folder: Path) -> dict[str, Any] | None:
     try:
         status: dict[str, Any] = json.loads((folder / "status.json").read_text("utf-8"))

@@ -24,9 +24,9 @@ class StopRequests:
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
-    def __init__(self, *, follow_launcher: bool, at_once: Callable[[str], None]) -> None:
+    def __init__(self, *, follow_launcher: bool) -> None:
         self._requested = 0
-        self._at_once = at_once
+        self.at_once: Callable[[str], object] = print  # told before a second request ends the process
         self._launcher = os.getppid()
         self._gone = False
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
@@ -87,7 +87,7 @@ class StopRequests:
                 self._gone = True
                 self._requested = self._requested or _LAUNCHER_GONE
         elif self._requested:
-            self._at_once(f"second request to stop ({number.name})")
+            self.at_once(f"second request to stop ({number.name})")
             os._exit(1)
         else:
             self._requested = _SIGNALS[number]

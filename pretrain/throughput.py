@@ -57,6 +57,10 @@ class Clock:
         self._mark = time.perf_counter()
         self._paused = 0.0
 
+    def begin(self) -> None:
+        """Training starts now: what came before was set-up."""
+        self._mark, self._paused, self.data_seconds = time.perf_counter(), 0.0, 0.0
+
     @contextmanager
     def apart(self, what: str) -> Iterator[None]:
         """Time in here is not training."""

@@ -1,0 +1,115 @@
+"""Where a run starts: at step 0, or at a checkpoint that fits its config, data and model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain import checkpoint
+from pretrain.config import Config, ConfigError, identity
+from pretrain.runfolder import changed_keys
+
+
+@dataclass
+class Progress:
+    """What has been trained so far. Everything here is in the checkpoint; nothing is recomputed from the step."""
+
+    step: int = 0
+    position: int = 0  # windows
+    tokens: int = 0
+    train_seconds: float = 0.0
+    wire_bytes_total: int = 0
+    restarts: int = 0
+    attempt: int = 0  # retries of the current update
+
+
+@dataclass
+class Start:
+    progress: Progress
+    checkpoint: Path | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
+    """Raises ConfigError where `run.resume` forbids what is found, or where a checkpoint is asked for and none can be used."""
+    folder = cfg.folder / "checkpoints"
+    existing = checkpoint.numbered(folder)
+    if cfg.run.resume not in ("auto", "never", "must"):
+        path = _given(Path(cfg.run.resume), say)
+    elif cfg.run.resume == "never":
+        if existing:
+            raise ConfigError(
+                f"run.resume=never, but {folder} holds step {max(existing)[0]:,}; choose another run.name, or delete {cfg.folder}"
+            )
+        return Start(Progress())
+    else:
+        found = checkpoint.newest_valid(folder, say)
+        if found is None and existing:
+            raise ConfigError(
+                f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
+            )
+        if found is None:
+            if cfg.run.resume == "must":
+                raise ConfigError(
+                    f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0"
+                )
+            return Start(Progress())
+        path = found
+    numbers = checkpoint.read_json(path, "state.json")
+    progress = Progress(**numbers["progress"])
+    progress.restarts += 1
+    return Start(progress, path, numbers)
+
+
+def check_fits(
+    cfg: Config, start: Start, fingerprints: list[str], tokenizer: Mapping[str, Any], model: Mapping[str, Any]
+) -> list[str]:
+    """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError for the others."""
+    assert start.checkpoint is not None
+    theirs = start.numbers["identity"]
+    for what, before, now in (
+        ("the training data", theirs["data"], fingerprints),
+        ("the tokenizer", theirs["tokenizer"], tokenizer["hash"]),
+    ):
+        if before != now:
+            raise ConfigError(
+                f"{what} is not what {start.checkpoint} was trained on (fingerprint {before}, now {now}); train it in a new run: run.name=NEW"
+            )
+    described = checkpoint.read_json(start.checkpoint, "model.json")
+    shape = ("n_layer", "n_head", "n_embd", "n_positions")
+    differ = [
+        f"{key} {described['config'][key]} -> {model['config'][key]}"
+        for key in shape
+        if described["config"][key] != model["config"][key]
+    ]
+    differ += [
+        f"{key} {described[key]} -> {model[key]}" for key in ("vocab_size", "build") if described[key] != model[key]
+    ]
+    if differ:
+        raise ConfigError(
+            f"the model is not the one in {start.checkpoint} ({', '.join(differ)}); train it in a new run: run.name=NEW"
+        )
+    changed = changed_keys(theirs["config"], identity(cfg))
+    if changed and cfg.run.resume == "auto":
+        lines = "\n  ".join(changed)
+        raise ConfigError(
+            f"{cfg.folder} holds step {start.progress.step:,} of a run with other settings:\n  {lines}\n"
+            f"start a new run with run.name=NEW, or go on with the new settings with run.resume=must"
+        )
+    return changed
+
+
+def _given(path: Path, say: Callable[[str], None]) -> Path:
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints", say)
+        if found is None:
+            raise ConfigError(f"run.resume={path}: no valid checkpoint in {path / 'checkpoints'}")
+        return found
+    if not path.is_dir():
+        raise ConfigError(
+            f"run.resume={path}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint"
+        )
+    problem = checkpoint.verify(path)
+    if problem:
+        raise ConfigError(f"run.resume={path}: {problem}")
+    return path

@@ -1,0 +1,266 @@
+"""Pretrain GPT-2. Open this file first.
+
+    accelerate launch --multi_gpu --num_processes 2 pretrain/train.py configs/quickstart.yaml [section.key=value …]
+
+also runs under torchrun, as plain `python pretrain/train.py CONFIG` for one process, and through `pretrain train`, which returns
+the true exit status: 0 done, 2 for what you can mend, 1 for a failure, 75 for "stopped on request, run me again".
+"""
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain import checkpoint, config, evaluation, generation, launch, runfolder, tracking
+from pretrain import model as models
+from pretrain.checkpoint import CheckpointError
+from pretrain.config import ConfigError
+from pretrain.job import Finished, Job, start
+from pretrain.loader import GlobalBatch, evaluation_batches
+from pretrain.optim import lr_at, set_lr
+from pretrain.resume import Progress
+from pretrain.shards import ShardError
+from pretrain.stopping import StopRequests
+from pretrain.strategies import OPTIONS, StepResult
+from pretrain.watch import NonFinite, Watch
+
+STOPPED, REFUSED, FAILED = 75, 2, 1
+
+
+def main(arguments: list[str]) -> int:
+    world = launch.read_world()
+    stops = StopRequests(follow_launcher=launch.has_launcher())
+    folder = None
+    try:
+        if not arguments:
+            raise ConfigError("usage: pretrain/train.py CONFIG.yaml [section.key=value …]")
+        cfg = config.load(arguments[0], arguments[1:], OPTIONS)
+        notes = launch.check_launcher(world)
+        tracking.check(cfg)
+        folder = cfg.folder
+        job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops)
+    except Finished as finished:
+        return end(folder, world, str(finished), state="finished", status=0)
+    except (ConfigError, ShardError, CheckpointError) as error:
+        return end(folder, world, str(error), state="refused", status=REFUSED)
+    except Exception as error:
+        return fail(folder, world, error, step=0)
+    try:
+        stops.at_once = lambda reason: report_failure(folder, world, reason, progress.step)
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # collected on schedule, by all ranks in the same step
+        return finish(job, progress, train(job, progress))
+    except Exception as error:
+        return fail(folder, world, error, step=progress.step + 1)
+
+
+def train(job: Job, progress: Progress) -> str | None:
+    """Train to the end (None), or until all ranks agree to stop (the reason)."""
+    every = job.cfg.train
+    watch = Watch(job, progress.step)
+    if progress.step == 0:
+        evaluate(job, progress)
+    while not job.layout.finished(progress.step, progress.position):
+        if reason := job.stops.agreed(job.control):
+            save(job, progress, watch)
+            return reason
+        with watch.for_hangs():
+            step = progress.step + 1
+            batch, loss_sum, result = update(job, step, progress.position)
+            record_windows(job, progress, batch)
+            if job.strategy.must_retry(result):
+                progress.attempt += 1
+                continue
+        watch.note(step, loss_sum, result)
+        advance(job, progress, batch)
+        last = job.layout.finished(step, batch.stop)
+        if last or step % every.log_every == 0:
+            watch.log(progress, batch, loss_sum, result)
+        if every.eval_every and (last or step % every.eval_every == 0):
+            evaluate(job, progress)
+        if every.sample_every and (last or step % every.sample_every == 0):
+            sample(job)
+        if last or (every.checkpoint_every and step % every.checkpoint_every == 0):
+            save(job, progress, watch)
+    return None
+
+
+def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, StepResult]:
+    """One optimiser update. Returns the batch, this rank's loss sum and the step's result, the last two still on the device."""
+    strategy = job.strategy
+    set_lr(
+        strategy.optimizer, lr_at(step, job.cfg.optim, job.layout.steps)
+    )  # a pure function: no scheduler to save or mis-step
+    with job.clock.waiting_for_data():
+        batch = job.loader.global_batch(position)  # knows the global number of targets before the first backward
+    loss_total = torch.zeros((), device=job.clock.device)
+    for micro in batch:
+        seed_forward(job.cfg.run.seed, step, micro.index)
+        with strategy.accumulate(job.model, last=micro.last):
+            loss_sum, _ = job.model(micro.inputs, micro.targets)
+            strategy.backward(loss_sum / batch.tokens)
+        loss_total += loss_sum.detach()
+    return batch, loss_total, strategy.step(job.cfg.optim.grad_clip)
+
+
+def seed_forward(seed: int, step: int, micro_index: int) -> None:
+    """Dropout depends on the place in the global batch, not on the rank: the same for any layout, and nothing to save."""
+    digest = hashlib.blake2b(f"{seed}:{step}:{micro_index}".encode(), digest_size=7).digest()
+    torch.manual_seed(int.from_bytes(digest))
+
+
+def advance(job: Job, progress: Progress, batch: GlobalBatch) -> None:
+    progress.step += 1
+    progress.position = batch.stop
+    progress.tokens += batch.tokens
+    progress.wire_bytes_total += job.strategy.wire(progress.step)
+    progress.attempt = 0
+
+
+def record_windows(job: Job, progress: Progress, batch: GlobalBatch) -> None:
+    """The ledger: who trained on what, over all restarts."""
+    if job.is_main:
+        line = {"step": progress.step + 1, "restart": progress.restarts, "attempt": progress.attempt,
+                "position": [batch.start, batch.stop], "windows": batch.windows_hash}  # fmt: skip
+        with open(job.cfg.folder / "ledger.jsonl", "a", encoding="utf-8") as ledger:
+            ledger.write(json.dumps(line) + "\n")
+
+
+def evaluate(job: Job, progress: Progress) -> None:
+    if not job.cfg.train.eval_every:
+        return
+    with job.clock.apart("evaluation"), job.strategy.evaluation_weights() as module:
+        batches = evaluation_batches(job.sets.val, job.layout.sequence_length, job.layout.micro, job.sets.eval_windows,
+                                     job.world.rank, job.world.size, job.clock.device)  # fmt: skip
+        loss, tokens = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device)
+    metrics = {"step": progress.step, **evaluation.evaluation_metrics(loss, job.sets.bytes_per_token)}
+    if job.tracker:
+        job.tracker.log(metrics)
+    per_byte = metrics["val_bits_per_byte"]
+    job.say(
+        f"step {progress.step:,}/{job.layout.steps:,}  validation loss {loss:.4f}"
+        + (f"  {per_byte:.3f} bits per byte" if per_byte else "")
+        + f"  ({tokens:,} tokens)"
+    )
+
+
+def sample(job: Job) -> None:
+    with job.clock.apart("sample"), job.strategy.evaluation_weights() as module:
+        if job.is_main and job.tokenizer is not None and isinstance(module, models.PretrainGPT2):
+            module.eval()
+            try:
+                text = generation.generate(module.as_causal_lm(), job.tokenizer, [job.cfg.train.sample_prompt], vocab_size=module.vocab_size,
+                                           max_new_tokens=60, temperature=0.8, top_k=50, seed=job.cfg.run.seed)[0]  # fmt: skip
+            finally:
+                module.train()
+            job.say("  | " + text.strip().replace("\n", "\n  | "))
+
+
+def save(job: Job, progress: Progress, watch: Watch) -> None:
+    """A checkpoint of the step just finished, unless there is one. A save that fails is reported and tried again at the next interval."""
+    folder = job.cfg.folder / "checkpoints"
+    done = checkpoint.path_of(folder, progress.step)
+    if progress.step == 0 or (done / checkpoint.MANIFEST).exists():
+        return
+    watch.gather()
+    numbers = {
+        "progress": {**asdict(progress), "attempt": 0},
+        "identity": {
+            "config": config.identity(job.cfg),
+            "data": job.sets.fingerprints,
+            "tokenizer": job.sets.tokenizer["hash"],
+        },
+        "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},
+        "config_hash": config.identity_hash(job.cfg),
+        **job.strategy.numbers(),
+    }
+    with job.clock.apart("checkpoint"):
+        try:
+            checkpoint.save(folder, progress.step, job.strategy.state(), numbers, job.described, job.control)
+        except CheckpointError as error:
+            free = shutil.disk_usage(job.cfg.folder).free
+            job.say(
+                f"step {progress.step:,}: no checkpoint was written: {error}; {free / 1e6:,.0f} MB are free; earlier checkpoints stand, the next interval tries again"
+            )
+            return
+        if job.is_main:
+            checkpoint.rotate(folder, progress.step, job.cfg.train.keep_last, job.cfg.train.keep_every)
+    job.say(f"step {progress.step:,}/{job.layout.steps:,}  checkpoint {done}")
+
+
+def finish(job: Job, progress: Progress, reason: str | None) -> int:
+    """Close everything; what the run came to, and what to do next."""
+    job.loader.close()
+    folder = job.cfg.folder
+    if job.tracker:
+        job.tracker.finish()
+        job.status.write(
+            "stopped" if reason else "finished",
+            step=progress.step,
+            exit_status=STOPPED if reason else 0,
+            reason=reason or "",
+        )
+    other = ", ".join(f"{what} {seconds:.0f}s" for what, seconds in job.clock.other.items())
+    job.say(f"trained {progress.tokens:,} tokens in {progress.train_seconds:.0f}s ({other})")
+    if hint := tracking.offline_hint(folder):
+        job.say(f"upload the offline W&B run with: {hint}")
+    if reason:
+        job.say(f"stopped on request ({reason}) at step {progress.step:,}; the same command goes on from there")
+    else:
+        job.say(
+            f"finished at step {progress.step:,}; next: pretrain report {folder}, pretrain generate {folder} --prompt '…', pretrain export {folder} --output DIR"
+        )
+    job.strategy.finish()
+    return STOPPED if reason else 0
+
+
+def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int) -> int:
+    """For what every rank found alike before step 1: the main process says so."""
+    if world.rank == 0:
+        print(message, file=sys.stderr if status else sys.stdout, flush=True)
+        if folder is not None:
+            runfolder.note_end(folder, state, status, message)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def fail(folder: Path | None, world: launch.World, error: Exception, step: int) -> int:
+    """One rank's failure ends all: the cause is printed by the rank that met it first, its traceback goes to logs/. Does not return."""
+    reason = explain(error)
+    if report_failure(folder, world, reason, step) and folder is not None and (folder / "logs").is_dir():
+        with open(folder / "logs" / f"rank_{world.rank}.txt", "a", encoding="utf-8") as log:
+            traceback.print_exception(error, file=log)
+    os._exit(
+        REFUSED if isinstance(error, ConfigError) else FAILED
+    )  # an ordinary exit would wait in collectives for the others
+
+
+def report_failure(folder: Path | None, world: launch.World, reason: str, step: int) -> bool:
+    if folder is not None and folder.is_dir() and not runfolder.Status(folder, world.rank).fail(reason, step=step):
+        return False
+    log = f" (traceback in {folder}/logs/rank_{world.rank}.txt)" if folder else ""
+    os.write(1, f"rank {world.rank} failed at step {step:,}: {reason}{log}\n".encode())
+    return True
+
+
+def explain(error: Exception) -> str:
+    """One line. Out of memory says what to try, since it changes memory and not the result."""
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
+        return f"out of memory: halve batch.micro (it trains exactly the same), or set model.activation_checkpointing=true; {text[:200]}"
+    return text if isinstance(error, NonFinite | ConfigError) else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
