@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], autocast: Callable[[], AbstractContextManager[Any]],
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]],
              reduce_sum: Callable[[Tensor], Tensor], device: torch.device) -> tuple[float, int]:  # fmt: skip
     """(loss in nats per token, number of targets) over all ranks' batches; every rank needs the same number of them."""
     total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
@@ -18,8 +16,7 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], autocas
     try:
         with torch.no_grad():
             for inputs_BT, targets_BT in batches:
-                with autocast():
-                    loss_sum, tokens = model(inputs_BT, targets_BT)
+                loss_sum, tokens = model(inputs_BT, targets_BT)
                 total += torch.stack([loss_sum.to(total.dtype), tokens.to(total.dtype)])
     finally:
         model.train(was_training)

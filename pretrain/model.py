@@ -104,27 +104,47 @@ def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
     """The model on the CPU in fp32, initialised. Raises ConfigError where `init_from` or `build` does not fit."""
     vocab_size = cfg.model.vocab_size or vocab_size
     if cfg.model.init_from:
-        model = _from_pretrained(cfg, vocab_size)
+        found = _from_pretrained(cfg, vocab_size)
+        model = _make(_with_dropout(found.config, cfg.model.dropout), vocab_size, cfg.model.build)
+        load_plain(model, found.state_dict())
     else:
         n_layer, n_head, n_embd = cfg.shape
-        shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "n_positions": cfg.data.sequence_length}
-        model = _make(cfg, GPT2Config(**shape, bos_token_id=eos_id, eos_token_id=eos_id), vocab_size)
+        config = GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=cfg.data.sequence_length, bos_token_id=eos_id, eos_token_id=eos_id)
+        model = _make(_with_dropout(config, cfg.model.dropout), vocab_size, cfg.model.build)
+        model.initialise(cfg.init_seed)
     if cfg.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _make(cfg: Config, config: GPT2Config, vocab_size: int) -> PretrainGPT2:
+def describe(model: PretrainGPT2, build: str | None) -> dict[str, Any]:
+    """JSON from which `from_description` makes the same module."""
+    return {"config": model.config.to_dict(), "vocab_size": model.vocab_size, "build": build}
+
+
+def from_description(described: Mapping[str, Any]) -> PretrainGPT2:
+    """The module with weights still to be loaded."""
+    return _make(GPT2Config.from_dict(dict(described["config"])), described["vocab_size"], described["build"])
+
+
+def _with_dropout(config: GPT2Config, dropout: float) -> GPT2Config:
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
+    return config
+
+
+def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT2:
+    """On the CPU in training mode; every weight 0."""
     config.vocab_size = -(-vocab_size // _PAD_ROWS_TO) * _PAD_ROWS_TO
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = cfg.model.dropout
     config._attn_implementation = "sdpa"
-    make = cast(Callable[[GPT2Config], PretrainGPT2], _custom(cfg.model.build) if cfg.model.build else PretrainGPT2)
+    make = cast(Callable[[GPT2Config], PretrainGPT2], _custom(build) if build else PretrainGPT2)
     with torch.device("meta"):
-        model: PretrainGPT2 = make(config)
+        model = make(config)
     model.to_empty(device="cpu")
     model.tie_weights()
     model.vocab_size = vocab_size
-    model.initialise(cfg.init_seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     model.train()
     return model
 
@@ -139,7 +159,7 @@ def _custom(path: str) -> Any:
         ) from None
 
 
-def _from_pretrained(cfg: Config, vocab_size: int) -> PretrainGPT2:
+def _from_pretrained(cfg: Config, vocab_size: int) -> GPT2LMHeadModel:
     source = cast(str, cfg.model.init_from)
     try:
         found = GPT2LMHeadModel.from_pretrained(source, dtype=torch.float32)
@@ -159,9 +179,7 @@ def _from_pretrained(cfg: Config, vocab_size: int) -> PretrainGPT2:
         differ.append(f"{c.n_positions} positions, data.sequence_length is {cfg.data.sequence_length}")
     if differ:
         raise ConfigError(f"model.init_from: {source} has " + "; ".join(differ))
-    model = _make(cfg, c, vocab_size)
-    load_plain(model, found.state_dict())
-    return model
+    return found
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

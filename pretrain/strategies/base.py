@@ -66,6 +66,9 @@ class Strategy:
 
     def prepare(self, module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Optimizer]:
         self.module = module.to(self.accelerator.device)
+        if self.precision != "fp32":  # here and not in the loop, so that training and evaluation go through the same forward
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+            self.module.forward = torch.autocast(self.accelerator.device.type, dtype)(self.module.forward)
         self.model = self.wrap(self.module)
         self.optimizer = make_optimizer(recipe, dict(self.module.named_parameters()))
         if self.precision == "fp16":
@@ -78,18 +81,9 @@ class Strategy:
     def wrap(self, module: nn.Module) -> nn.Module:
         return module
 
-    @contextmanager
-    def accumulate(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Around one micro-batch's forward and backward."""
-        with self.autocast():
-            yield
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(
-            self.accelerator.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
-        )
+    def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Around one micro-batch's forward and backward; gradients are reduced after the last."""
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """`loss`: this micro-batch's loss sum over the *global* number of targets. Families that average over processes get it × their number."""

@@ -1,7 +1,6 @@
 """Replicas of the whole model; gradients are averaged while the backward still runs (Li et al. 2020, arXiv 2006.15704)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,6 @@ class DDP(Strategy):
                 bucket_cap_mb=o.bucket_cap_mb,
                 gradient_as_bucket_view=o.gradient_as_bucket_view,
                 static_graph=o.static_graph,
-                broadcast_buffers=False,
             )
         ]
 
@@ -42,10 +40,8 @@ class DDP(Strategy):
             )
         return wrapped
 
-    @contextmanager
-    def accumulate(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        with nullcontext() if last else self.accelerator.no_sync(model), self.autocast():
-            yield
+    def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.accelerator.no_sync(model)
 
     def wire(self, step: int) -> int:
         """A ring all-reduce of fp32 gradients: 2·(W−1)/W of them (Patarasuk and Yuan 2009)."""
