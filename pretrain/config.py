@@ -33,9 +33,7 @@ class ConfigError(ValueError):
 
 def key(default: Any, doc: str, *, free: bool = False) -> Any:
     metadata = {"doc": doc, "free": free}
-    return (
-        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
-    )
+    return field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,7 @@ class Run:
     init_seed: int | None = key(None, "seed of the initial weights (default: `run.seed`)")
     data_seed: int | None = key(None, "seed of the data order (default: `run.seed`)")
     resume: str = key("auto", "`auto`, `never`, `must`, or the path of a checkpoint to start from", free=True)
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "arithmetic of forward and backward; weights stay fp32"
-    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of forward and backward; weights stay fp32")
     device: Literal["auto", "cpu", "cuda", "mps"] = key("auto", "`auto` takes GPUs where there are some", free=True)
     deterministic: bool = key(False, "use only deterministic kernels (slower on GPUs; CPUs need nothing)")
 
@@ -78,12 +74,8 @@ class Model:
     vocab_size: int | None = key(None, "rows of the embedding that stand for tokens (default: the tokenizer's)")
     dropout: float = key(0.0, "after embeddings, attention and both halves of a block")
     init_from: str | None = key(None, "a Hugging Face folder or name whose weights to start from")
-    build: str | None = key(
-        None, "`module:function` that makes the model in place of ours: (config, model config) -> module"
-    )
-    activation_checkpointing: bool = key(
-        False, "recompute each block in the backward: less memory, about a third more work", free=True
-    )
+    build: str | None = key(None, "`module:function` that makes the model in place of ours: (config, model config) -> module")
+    activation_checkpointing: bool = key(False, "recompute each block in the backward: less memory, about a third more work", free=True)
 
 
 @dataclass(frozen=True)
@@ -101,9 +93,7 @@ class Optim:
     eps: float = key(1e-8, "AdamW's epsilon")
     momentum: float | None = key(None, "Muon's (default 0.95) or SGD's (default 0)")
     grad_clip: float = key(1.0, "largest global gradient norm; 0 never clips")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
-        "cosine", "after the warm-up; `wsd` holds, then falls linearly"
-    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", "after the warm-up; `wsd` holds, then falls linearly")
     warmup_steps: int = key(0, "updates of linear warm-up")
     decay_fraction: float = key(0.2, "share of the updates in which `wsd` falls")
     min_lr_ratio: float = key(0.1, "the last update's learning rate, as a share of the peak")
@@ -122,15 +112,11 @@ class Train:
     keep_every: int = key(0, "keep for ever each checkpoint whose step is a multiple of this", free=True)
     sample_every: int = key(0, "updates between printed samples; 0 prints none", free=True)
     sample_prompt: str = key("", "what a printed sample continues; empty starts a new document", free=True)
-    compile: Literal["auto", "off", "block", "whole"] = key(
-        "auto", "torch.compile: each block, or the whole model", free=True
-    )
+    compile: Literal["auto", "off", "block", "whole"] = key("auto", "torch.compile: each block, or the whole model", free=True)
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True
     )
-    hang_timeout: float = key(
-        1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True
-    )
+    hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
 
 
 @dataclass(frozen=True)
@@ -190,9 +176,7 @@ class Layout:
     accumulation: int
     sequence_length: int
     steps: int  # updates to the end of the run: the horizon of the schedule
-    last_position: (
-        int | None
-    )  # windows after which it ends, the last update being short if need be; None: it ends by steps
+    last_position: int | None  # windows after which it ends, the last update being short if need be; None: it ends by steps
 
     @property
     def windows(self) -> int:
@@ -218,9 +202,7 @@ def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
     if cfg.train.max_steps is not None:
         steps, last = cfg.train.max_steps, None
     else:
-        wanted = (
-            (cfg.train.epochs or 0) * windows_per_epoch if cfg.train.max_tokens is None else cfg.train.max_tokens / T
-        )
+        wanted = (cfg.train.epochs or 0) * windows_per_epoch if cfg.train.max_tokens is None else cfg.train.max_tokens / T
         last = max(1, round(wanted))
         steps = -(-last // windows)
     if cfg.optim.warmup_steps > steps:
@@ -266,10 +248,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, 
     for override in overrides:
         _read_override(override, tree, errors)
 
-    sections = {
-        f.name: _build_section(f.name, typing.get_type_hints(Config)[f.name], tree, errors)
-        for f in dataclasses.fields(Config)
-    }
+    sections = {f.name: _build_section(f.name, typing.get_type_hints(Config)[f.name], tree, errors) for f in dataclasses.fields(Config)}
     known = [f"{f.name}.{k.name}" for f in dataclasses.fields(Config) for k in dataclasses.fields(sections[f.name])]
     errors += [f"{name}: unknown key{_nearest(name, known)}" for name in tree if name not in known]
     cfg = Config(**sections)

@@ -8,16 +8,20 @@ from torch import Tensor, nn
 
 
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]],
-             reduce_sum: Callable[[Tensor], Tensor], device: torch.device) -> tuple[float, int]:  # fmt: skip
-    """(loss in nats per token, number of targets) over all ranks' batches; every rank needs the same number of them."""
+             reduce_sum: Callable[[Tensor], Tensor], device: torch.device, same_graph: bool = False) -> tuple[float, int]:  # fmt: skip
+    """(loss in nats per token, number of targets) over all ranks' batches; every rank needs the same number of them.
+
+    same_graph: leave training mode and autograd as they are, so that a compiled model is not compiled a second time. Only for models
+    that compute the same in both modes.
+    """
     total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     was_training = model.training
-    model.eval()
+    model.train(same_graph and was_training)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(same_graph):
             for inputs_BT, targets_BT in batches:
                 loss_sum, tokens = model(inputs_BT, targets_BT)
-                total += torch.stack([loss_sum.to(total.dtype), tokens.to(total.dtype)])
+                total += torch.stack([loss_sum.detach().to(total.dtype), tokens.to(total.dtype)])
     finally:
         model.train(was_training)
     loss_sum, tokens = reduce_sum(total).tolist()

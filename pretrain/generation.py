@@ -25,9 +25,7 @@ def generate(model: Any, tokenizer: Any, prompts: list[str], *, vocab_size: int,
     ):
         for prompt in prompts:
             torch.manual_seed(seed)
-            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][-(context - new_tokens) :] or [
-                tokenizer.eos_token_id
-            ]
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][-(context - new_tokens) :] or [tokenizer.eos_token_id]
             out = model.generate(
                 torch.tensor([ids], device=device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),

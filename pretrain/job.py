@@ -1,6 +1,7 @@
 """Everything that exists before step 1: data, processes, model, strategy, checkpoint, run folder; or one line why not."""
 
 import os
+import platform
 import shutil
 import sys
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from pretrain import model as models
 from pretrain.config import Config, ConfigError, Layout, identity_hash, layout, to_dict
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
-from pretrain.resume import Progress, check_fits, find_start
+from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
 from pretrain.stopping import StopRequests
 from pretrain.strategies import Strategy, choose
 from pretrain.throughput import Clock, peak_flops
@@ -50,7 +51,7 @@ class Job:
     tokenizer: Any  # main process only, None where the set has none
     peak: tuple[str, float] | None
     flops_per_token: float
-    lock: IO[str] | None  # held by the main process for as long as the run lives
+    compile_mode: str
 
     @property
     def is_main(self) -> bool:
@@ -68,99 +69,63 @@ def start(
     began = time.perf_counter()
     cpu_note = launch.prepare_cpu(world)
     sets = open_sets(cfg)
-    windows_per_epoch = sum(s.windows(cfg.data.sequence_length) for s in sets.train)
-    numbers = layout(cfg, world.size, windows_per_epoch)
-    device_type = (
-        "cuda"
-        if cfg.run.device == "auto" and torch.cuda.is_available()
-        else "cpu"
-        if cfg.run.device == "auto"
-        else cfg.run.device
-    )
-    precision, precision_why = launch.choose_precision(cfg, torch.device(device_type))
+    numbers = layout(cfg, world.size, sets.windows_per_epoch)
+    device = torch.device(launch.device_type(cfg))
+    precision, precision_why = launch.choose_precision(cfg, device)
     name, strategy = choose(cfg, world.size, precision)
     _set_kernels(cfg)
-    accelerator = strategy.make_accelerator(cfg)
+    device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None
-    say = _printer(world)
 
-    lock = together(control, lambda: runfolder.claim(cfg.folder) if world.rank == 0 else None)
+    together(control, lambda: runfolder.claim(cfg.folder) if world.rank == 0 else None)
     if world.rank:
         _send_errors_to(cfg.folder / "logs" / f"rank_{world.rank}.txt")
-    found = broadcast(control, together(control, lambda: find_start(cfg, say) if world.rank == 0 else None))
-    assert found is not None
-    progress = found.progress
+    found: Start = broadcast(control, together(control, lambda: find_start(cfg, print) if world.rank == 0 else None))
+    progress, changed = found.progress, check_settings(cfg, found)
     if found.checkpoint is not None and numbers.finished(progress.step, progress.position):
-        longer = (
-            "train.max_steps" if cfg.train.max_steps else "train.max_tokens" if cfg.train.max_tokens else "train.epochs"
-        )
+        longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
         raise Finished(
-            f"{cfg.folder} is finished: step {progress.step:,}. To train longer: run.resume=must {longer}=MORE; to look: pretrain report {cfg.folder}"
+            f"{cfg.folder} is finished: step {progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}"
         )
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     described = models.describe(module, cfg.model.build)
-    changed = check_fits(cfg, found, sets.fingerprints, sets.tokenizer, described) if found.checkpoint else []
-    init_hash = models.weights_hash(module)
-    agree(
-        control,
-        {
-            "config": identity_hash(cfg),
-            "data": sets.fingerprints,
-            "initial weights": init_hash,
-            "code": version("pretrain"),
-        },
-    )
-    parameters, flops = models.parameter_count(module), models.flops_per_token(module, numbers.sequence_length)
-    total_flops = flops * cfg.batch.tokens * numbers.steps
-    compile_mode, compile_why = launch.choose_compile(cfg, accelerator.device, total_flops)
+    init_hash, parameters = models.weights_hash(module), models.parameter_count(module)
+    agree(control, {"config": identity_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": version("pretrain")})
+    flops = models.flops_per_token(module, numbers.sequence_length)
+    compile_mode, compile_why = launch.choose_compile(cfg, device, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
         models.compile_model(module, compile_mode)
-    recipe = make_recipe(dict(module.named_parameters()), cfg.optim)
-    model, _ = strategy.prepare(module, recipe)
+    model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
+        check_fits(found, sets.fingerprints, sets.tokenizer, described)
         checkpoint.load(found.checkpoint, strategy.state(), control)
         strategy.load_numbers(found.numbers)
 
     facts = {
         "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": name,
-        "strategy_options": to_dict(strategy.options), "precision": precision, "compile": compile_mode, "device": _device_name(accelerator.device),
+        "strategy_options": to_dict(strategy.options), "precision": precision, "compile": compile_mode, "device": _device_name(device),
         "parameters": parameters, "init_hash": init_hash, "threads": torch.get_num_threads(), "tokenizer": sets.tokenizer["name"],
         "fingerprints": sets.fingerprints, "accumulation": numbers.accumulation, "steps": numbers.steps,
         "versions": {"python": sys.version.split()[0], **{p: version(p) for p in ("pretrain", "torch", "accelerate", "transformers", "numpy")}},
     }  # fmt: skip
-    clock = Clock(accelerator.device, progress.train_seconds)
-    status = runfolder.Status(cfg.folder, world.rank)
-    tracker, tokenizer = None, None
-    if world.rank == 0:
-        tracker, tokenizer = _open_records(cfg, sets, facts, progress, say, status, bool(changed))
-        stops.watch(cfg.folder / "stop")
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
-                    shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=accelerator.device)  # fmt: skip
-    job = Job(cfg, world, numbers, sets, strategy, model, loader, clock, stops, status, control, described, tracker, tokenizer,
-              peak_flops(accelerator.device, precision), flops, lock)  # fmt: skip
-
-    say(_headline(job, name, precision, parameters, init_hash, windows_per_epoch))
-    for note in (
-        *notes,
-        f"precision {precision}: {precision_why}",
-        f"compile {compile_mode}: {compile_why}",
-        *([cpu_note] if device_type == "cpu" else []),
-    ):
-        say(f"  {note}")
-    if torch.cuda.device_count() > world.local_size and device_type == "cuda":
-        say(f"  {world.local_size} of {torch.cuda.device_count()} GPUs in use")
-    for line in changed:
-        say(f"  changed since the checkpoint: {line}")
-    say(
-        f"resuming from {found.checkpoint} at step {progress.step:,}"
-        if found.checkpoint
-        else f"starting at step 0 in {cfg.folder}"
-    )
-    with clock.apart("warm-up"):
+                    shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
+    job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
+              control, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
+    if job.is_main:
+        _open_records(job, facts, progress)
+    job.say(_headline(job, facts))
+    job.say("\n".join(f"  {note}" for note in (
+        *notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *([cpu_note] if device.type == "cpu" else []),
+        *([f"{world.local_size} of {torch.cuda.device_count()} GPUs in use"] if device.type == "cuda" and torch.cuda.device_count() > world.local_size else []),
+        *(f"changed since the checkpoint: {line}" for line in changed),
+    )))  # fmt: skip
+    job.say(f"resuming from {found.checkpoint} at step {progress.step:,}" if found.checkpoint else f"starting at step 0 in {cfg.folder}")
+    with job.clock.apart("warm-up"):
         warm_up(job)
-    say(
-        f"  ready for step {progress.step + 1:,} after {time.perf_counter() - began:.1f}s, of them {clock.other['warm-up']:.1f}s compiling and warming up"
+    job.say(
+        f"ready for step {progress.step + 1:,} after {time.perf_counter() - began:.1f}s, of them {job.clock.other['warm-up']:.1f}s compiling and warming up"
     )
     return job, progress
 
@@ -215,45 +180,40 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
                 )
 
 
-def _open_records(cfg: Config, sets: Sets, facts: dict[str, Any], progress: Progress, say: Callable[[str], None],
-                  status: runfolder.Status, changed: bool) -> tuple[Tracker, Any]:  # fmt: skip
+def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     """The main process's files: config.yaml, code/, metrics cut back to where the run starts, the tokenizer, the trackers."""
-    checkpoint.clean(cfg.folder / "checkpoints")
-    for line in runfolder.record_config(cfg.folder, to_dict(cfg), facts):
-        say(f"  changed since the last start: {line}")
-    if files := runfolder.record_code(cfg.folder):
-        say(f"  code changed since the first start: {', '.join(files)}")
-    runfolder.cut_back(cfg.folder / "metrics.jsonl", progress.step if progress.step else -1)
-    (cfg.folder / "checkpoints").mkdir(exist_ok=True)
-    tokenizer_folder = cfg.folder / "tokenizer"
+    cfg, folder = job.cfg, job.cfg.folder
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    checkpoint.clean(folder / "checkpoints")
+    for line in runfolder.record_config(folder, to_dict(cfg), facts):
+        job.say(f"changed since the last start: {line}")
+    if files := runfolder.record_code(folder):
+        job.say(f"code changed since the first start: {', '.join(files)}")
+    runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step else -1)
     source = Path(cfg.data.train[0].path) / "tokenizer"
-    if source.is_dir() and not tokenizer_folder.exists():
-        shutil.copytree(source, tokenizer_folder)
-    tokenizer = None
-    if cfg.train.sample_every and tokenizer_folder.exists():
+    if source.is_dir() and not (folder / "tokenizer").exists():
+        shutil.copytree(source, folder / "tokenizer")
+    if cfg.train.sample_every and (folder / "tokenizer").exists():
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    status.write("running", step=progress.step)
-    return Tracker(cfg, facts, progress.step, say), tokenizer
+        job.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    job.status.write("running", step=progress.step)
+    job.tracker = Tracker(cfg, facts, progress.step, job.say)
+    job.stops.watch(folder / "stop")
 
 
-def _headline(job: Job, name: str, precision: str, parameters: int, init_hash: str, windows_per_epoch: int) -> str:
+def _headline(job: Job, facts: dict[str, Any]) -> str:
     cfg, L = job.cfg, job.layout
     size = cfg.model.preset or cfg.model.init_from or "×".join(str(n) for n in cfg.shape)
     backend = f" ({dist.get_backend()})" if dist.is_initialized() else ""
     total = cfg.batch.tokens * L.steps if L.last_position is None else L.last_position * L.sequence_length
-    return (f"{size} · {parameters / 1e6:.1f}M parameters · init {init_hash[:4]}… · {name} × {job.world.size}{backend} · {precision} · "
-            f"batch {cfg.batch.tokens:,} tokens = {job.world.size} ranks × {L.micro} × {L.accumulation} × {L.sequence_length:,} · "
-            f"{L.steps:,} steps = {_count(total)} tokens = {total / L.sequence_length / windows_per_epoch:.2f} epochs")  # fmt: skip
+    return (f"{size} · {facts['parameters'] / 1e6:.1f}M parameters · init {facts['init_hash'][:4]}… · {facts['strategy']} × {job.world.size}{backend} · "
+            f"{facts['precision']} · batch {cfg.batch.tokens:,} tokens = {job.world.size} ranks × {L.micro} × {L.accumulation} × {L.sequence_length:,} · "
+            f"{L.steps:,} steps = {_count(total)} tokens = {total / L.sequence_length / job.sets.windows_per_epoch:.2f} epochs")  # fmt: skip
 
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
-
-
-def _printer(world: launch.World) -> Callable[[str], None]:
-    return (lambda line: print(line, flush=True)) if world.rank == 0 else (lambda line: None)
 
 
 def _send_errors_to(path: Path) -> None:
@@ -263,9 +223,7 @@ def _send_errors_to(path: Path) -> None:
 
 
 def _set_kernels(cfg: Config) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-        True  # fp32 matrix products keep 10 bits of mantissa on GPUs
-    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # fp32 matrix products keep 10 bits of mantissa on GPUs
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -274,6 +232,4 @@ def _set_kernels(cfg: Config) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    import platform
-
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {platform.machine()}"

@@ -41,9 +41,7 @@ def read_world() -> World:
 
 
 def has_launcher() -> bool:
-    return any(
-        name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED")
-    )
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
 
 
 def check_launcher(world: World) -> list[str]:
@@ -67,6 +65,12 @@ def check_launcher(world: World) -> list[str]:
         if value.lower() != neutral.lower():
             notes.append(f"{name}={value}, set by the launcher, has no effect: {why}")
     return notes
+
+
+def device_type(cfg: Config) -> str:
+    if cfg.run.device != "auto":
+        return cfg.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_precision(cfg: Config, device: torch.device) -> tuple[str, str]:
@@ -104,9 +108,7 @@ def choose_compile(cfg: Config, device: torch.device, total_flops: float) -> tup
             return "off", "the run is too short to win back the compilation"
         return ("block" if device.type == "cuda" else "whole"), "worth it for this run"
     if wanted != "off" and not compiler:
-        raise ConfigError(
-            f"train.compile={wanted} needs a C++ compiler (g++ or clang++ on PATH); install one, or write train.compile=off"
-        )
+        raise ConfigError(f"train.compile={wanted} needs a C++ compiler (g++ or clang++ on PATH); install one, or write train.compile=off")
     return wanted, "as configured"
 
 
@@ -123,11 +125,7 @@ def prepare_cpu(world: World) -> str:
             cores = min(cores, len(os.sched_getaffinity(0)))
         torch.set_num_threads(max(1, cores // world.local_size))
     kept = ""
-    if (
-        platform.libc_ver()[0] == "glibc"
-        and "MALLOC_MMAP_THRESHOLD_" not in os.environ
-        and not os.environ.get("LD_PRELOAD")
-    ):
+    if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ and not os.environ.get("LD_PRELOAD"):
         mallopt = ctypes.CDLL(None).mallopt
         m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
         if all(

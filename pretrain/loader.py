@@ -26,6 +26,7 @@ class Sets:
     val: Sequence[TokenStream]  # empty where the run never evaluates
     tokenizer: Mapping[str, Any]  # name, vocab_size, eos_id, hash
     eval_windows: int
+    windows_per_epoch: int
 
     @property
     def fingerprints(self) -> list[str]:
@@ -53,9 +54,7 @@ def open_sets(cfg: Config) -> Sets:
     if {shard.path.resolve() for stream in train for shard in stream.shards} & {
         shard.path.resolve() for stream in val for shard in stream.shards
     }:
-        raise ConfigError(
-            f"data.val: {val[0].name} would validate on files that are trained on; give another set, or train.eval_every=0"
-        )
+        raise ConfigError(f"data.val: {val[0].name} would validate on files that are trained on; give another set, or train.eval_every=0")
     tokenizers = [_tokenizer(stream) for stream in (*train, *val)]
     for stream, tokenizer in zip((*train, *val), tokenizers, strict=True):
         if (tokenizer["hash"], tokenizer["vocab_size"]) != (tokenizers[0]["hash"], tokenizers[0]["vocab_size"]):
@@ -72,7 +71,7 @@ def open_sets(cfg: Config) -> Sets:
         raise ConfigError(
             f"train.eval_tokens={cfg.train.eval_tokens:,}: the validation split has {available * T:,} tokens in windows of {T:,}; write a number from {T:,} to that, or leave it out to take all"
         )
-    return Sets(train, val, tokenizers[0], wanted)
+    return Sets(train, val, tokenizers[0], wanted, sum(stream.windows(T) for stream in train))
 
 
 def _tokenizer(stream: TokenStream) -> Mapping[str, Any]:
@@ -116,7 +115,6 @@ class Loader:
                  rank: int, seed: int, shuffle: bool, vocab_size: int, device: torch.device) -> None:  # fmt: skip
         self.streams, self.weights, self.layout = streams, weights, layout
         self.rank, self.seed, self.shuffle, self.vocab_size, self.device = rank, seed, shuffle, vocab_size, device
-        self.windows_per_epoch = sum(s.windows(layout.sequence_length) for s in streams)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[tuple[GlobalBatch, Tensor]]] | None = None
 
@@ -171,11 +169,13 @@ class Loader:
     def _on_device(self, batch: GlobalBatch, tokens_ABT: Tensor) -> GlobalBatch:
         L = self.layout
         tokens_ABT = tokens_ABT.to(self.device, non_blocking=True)
-        micros = [
-            Micro(rows[:, :-1].clamp(min=0), rows[:, 1:], a * L.world_size + self.rank, a == L.accumulation - 1)
-            for a, rows in enumerate(tokens_ABT)
-        ]
+        micros = [Micro(*_shift(rows), a * L.world_size + self.rank, a == L.accumulation - 1) for a, rows in enumerate(tokens_ABT)]
         return GlobalBatch(batch.tokens, batch.start, batch.stop, batch.windows_hash, micros)
+
+
+def _shift(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T + 1) -> inputs and targets, both contiguous: a compiled model is compiled for one layout of its inputs."""
+    return tokens_BT[:, :-1].clamp(min=0), tokens_BT[:, 1:].contiguous()
 
 
 def evaluation_batches(streams: Sequence[TokenStream], T: int, micro: int, windows: int, rank: int, world_size: int,
@@ -188,4 +188,4 @@ def evaluation_batches(streams: Sequence[TokenStream], T: int, micro: int, windo
         for b, (stream, w) in enumerate(ids[start + rank * micro : min(start + (rank + 1) * micro, len(ids))]):
             rows[b] = stream.read(w * T, T + 1)
         tokens_BT = torch.from_numpy(rows).to(device)
-        yield tokens_BT[:, :-1].clamp(min=0), tokens_BT[:, 1:]
+        yield _shift(tokens_BT)

@@ -93,9 +93,7 @@ def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tens
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
-    generator = torch.Generator().manual_seed(
-        int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]) >> 1
-    )
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]) >> 1)
     std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
@@ -109,7 +107,9 @@ def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
         load_plain(model, found.state_dict())
     else:
         n_layer, n_head, n_embd = cfg.shape
-        config = GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=cfg.data.sequence_length, bos_token_id=eos_id, eos_token_id=eos_id)
+        config = GPT2Config(
+            n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=cfg.data.sequence_length, bos_token_id=eos_id, eos_token_id=eos_id
+        )
         model = _make(_with_dropout(config, cfg.model.dropout), vocab_size, cfg.model.build)
         model.initialise(cfg.init_seed)
     if cfg.model.activation_checkpointing:
@@ -170,11 +170,7 @@ def _from_pretrained(cfg: Config, vocab_size: int) -> GPT2LMHeadModel:
         "vocab_size": vocab_size,
         **({} if cfg.shape == (0, 0, 0) else dict(zip(("n_layer", "n_head", "n_embd"), cfg.shape, strict=True))),
     }
-    differ = [
-        f"{name} {getattr(c, name)}, the config asks for {value}"
-        for name, value in wanted.items()
-        if getattr(c, name) != value
-    ]
+    differ = [f"{name} {getattr(c, name)}, the config asks for {value}" for name, value in wanted.items() if getattr(c, name) != value]
     if c.n_positions < cfg.data.sequence_length:
         differ.append(f"{c.n_positions} positions, data.sequence_length is {cfg.data.sequence_length}")
     if differ:
@@ -191,9 +187,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """`named_tensors` without padded rows: what exports and hashes hold."""
     cut = model.real_shape if isinstance(model, PretrainGPT2) else lambda _, tensor: tensor.shape
-    return {
-        name: tensor[: cut(name, tensor)[0]] if tensor.ndim else tensor for name, tensor in named_tensors(model).items()
-    }
+    return {name: tensor[: cut(name, tensor)[0]] if tensor.ndim else tensor for name, tensor in named_tensors(model).items()}
 
 
 @torch.no_grad()
@@ -226,8 +220,6 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 def compile_model(model: nn.Module, mode: str) -> None:
     """In place, so that no saved name changes: each block, or the whole forward."""
-    blocks: Iterable[nn.Module] = (
-        model.transformer.h if mode == "block" and isinstance(model, PretrainGPT2) else [model]
-    )
+    blocks: Iterable[nn.Module] = model.transformer.h if mode == "block" and isinstance(model, PretrainGPT2) else [model]
     for block in blocks:
         block.compile()

@@ -66,9 +66,7 @@ class MuonAndAdamW(Optimizer):
         self._parts = {id(p): parts for p, parts in hidden}
         momentum = 0.95 if optim.momentum is None else optim.momentum
         pieces = [nn.Parameter(self._piece(p.detach(), p, part)) for p, part in self._views]
-        self._muon = Muon(
-            pieces, lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
+        self._muon = Muon(pieces, lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self.param_groups = [*self._muon.param_groups, *adamw.param_groups]
         for p, _ in hidden:
             self.state[p] = {MUON_STATE: torch.zeros_like(p)}

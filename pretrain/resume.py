@@ -50,9 +50,7 @@ def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
             )
         if found is None:
             if cfg.run.resume == "must":
-                raise ConfigError(
-                    f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0"
-                )
+                raise ConfigError(f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0")
             return Start(Progress())
         path = found
     numbers = checkpoint.read_json(path, "state.json")
@@ -61,10 +59,20 @@ def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
     return Start(progress, path, numbers)
 
 
-def check_fits(
-    cfg: Config, start: Start, fingerprints: list[str], tokenizer: Mapping[str, Any], model: Mapping[str, Any]
-) -> list[str]:
-    """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError for the others."""
+def check_settings(cfg: Config, start: Start) -> list[str]:
+    """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError under `auto`."""
+    changed = changed_keys(start.numbers["identity"]["config"], identity(cfg)) if start.checkpoint else []
+    if changed and cfg.run.resume == "auto":
+        lines = "\n  ".join(changed)
+        raise ConfigError(
+            f"{cfg.folder} holds step {start.progress.step:,} of a run with other settings:\n  {lines}\n"
+            f"start a new run with run.name=NEW, or go on with the new settings with run.resume=must"
+        )
+    return changed
+
+
+def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Raises ConfigError where data, tokenizer or model are not the checkpoint's: that is another run, whatever is asked."""
     assert start.checkpoint is not None
     theirs = start.numbers["identity"]
     for what, before, now in (
@@ -78,25 +86,11 @@ def check_fits(
     described = checkpoint.read_json(start.checkpoint, "model.json")
     shape = ("n_layer", "n_head", "n_embd", "n_positions")
     differ = [
-        f"{key} {described['config'][key]} -> {model['config'][key]}"
-        for key in shape
-        if described["config"][key] != model["config"][key]
+        f"{key} {described['config'][key]} -> {model['config'][key]}" for key in shape if described["config"][key] != model["config"][key]
     ]
-    differ += [
-        f"{key} {described[key]} -> {model[key]}" for key in ("vocab_size", "build") if described[key] != model[key]
-    ]
+    differ += [f"{key} {described[key]} -> {model[key]}" for key in ("vocab_size", "build") if described[key] != model[key]]
     if differ:
-        raise ConfigError(
-            f"the model is not the one in {start.checkpoint} ({', '.join(differ)}); train it in a new run: run.name=NEW"
-        )
-    changed = changed_keys(theirs["config"], identity(cfg))
-    if changed and cfg.run.resume == "auto":
-        lines = "\n  ".join(changed)
-        raise ConfigError(
-            f"{cfg.folder} holds step {start.progress.step:,} of a run with other settings:\n  {lines}\n"
-            f"start a new run with run.name=NEW, or go on with the new settings with run.resume=must"
-        )
-    return changed
+        raise ConfigError(f"the model is not the one in {start.checkpoint} ({', '.join(differ)}); train it in a new run: run.name=NEW")
 
 
 def _given(path: Path, say: Callable[[str], None]) -> Path:
@@ -106,9 +100,7 @@ def _given(path: Path, say: Callable[[str], None]) -> Path:
             raise ConfigError(f"run.resume={path}: no valid checkpoint in {path / 'checkpoints'}")
         return found
     if not path.is_dir():
-        raise ConfigError(
-            f"run.resume={path}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint"
-        )
+        raise ConfigError(f"run.resume={path}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
     problem = checkpoint.verify(path)
     if problem:
         raise ConfigError(f"run.resume={path}: {problem}")

@@ -24,15 +24,16 @@ def write_atomic(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
-def claim(folder: Path) -> IO[str]:
-    """Become the run folder's only owner, until the returned file is closed or the process ends. Raises ConfigError naming the owner."""
+_owned: dict[Path, IO[str]] = {}  # the locks of this process: held for as long as it lives
+
+
+def claim(folder: Path) -> None:
+    """Become the run folder's only owner for as long as this process lives. Raises ConfigError naming the owner."""
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 — held for the life of the run
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name"
-        ) from None
+        raise ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -45,7 +46,7 @@ def claim(folder: Path) -> IO[str]:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
-    return lock
+    _owned[folder] = lock
 
 
 class Status:
@@ -73,12 +74,12 @@ class Status:
 def note_end(folder: Path, state: str, exit_status: int, reason: str) -> None:
     """Record how a start ended before step 1, unless the folder is somebody else's."""
     try:
-        lock = claim(folder)
+        if folder not in _owned:
+            claim(folder)
     except ConfigError:
         return
     step = (read_status(folder) or {}).get("step", 0)
     Status(folder, 0).write(state, step=step, exit_status=exit_status, reason=reason)
-    lock.close()
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -105,10 +106,7 @@ def record_code(folder: Path) -> list[str]:
     """At the first start, copy our source, the commit and what differs from it; later, name the files that have changed since."""
     code = folder / "code"
     if code.exists():
-        ours, theirs = (
-            {p.relative_to(root): p.read_text("utf-8") for p in root.rglob("*.py")}
-            for root in (PACKAGE, code / "pretrain")
-        )
+        ours, theirs = ({p.relative_to(root): p.read_text("utf-8") for p in root.rglob("*.py")} for root in (PACKAGE, code / "pretrain"))
         return sorted(str(p) for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p))
     temporary = folder / "code.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -116,9 +114,7 @@ def record_code(folder: Path) -> list[str]:
     for name, command in (("commit.txt", ["rev-parse", "HEAD"]), ("diff.patch", ["diff", "HEAD"])):
         try:
             ran = subprocess.run(["git", "-C", str(PACKAGE), *command], capture_output=True, text=True, timeout=10)
-            (temporary / name).write_text(
-                ran.stdout if ran.returncode == 0 else "not a git checkout\n", encoding="utf-8"
-            )
+            (temporary / name).write_text(ran.stdout if ran.returncode == 0 else "not a git checkout\n", encoding="utf-8")
         except (OSError, subprocess.TimeoutExpired):
             (temporary / name).write_text("git is not available\n", encoding="utf-8")
     temporary.rename(code)
@@ -142,7 +138,5 @@ def cut_back(path: Path, step: int) -> None:
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for each key of two flat configs that differs."""
     return [
-        f"{name}: {before.get(name)} -> {now.get(name)}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        f"{name}: {before.get(name)} -> {now.get(name)}" for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
     ]

@@ -38,9 +38,7 @@ class StopRequests:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), name="stop-requests", daemon=True).start()
-        if (
-            follow_launcher and sys.platform == "linux"
-        ):  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
+        if follow_launcher and sys.platform == "linux":  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != self._launcher:
                 self._requested = _LAUNCHER_GONE

@@ -36,9 +36,7 @@ class Tracker:
         self._file.write(json.dumps(plain) + "\n")
         self._file.flush()
         for name, tracker in list(self._copies.items()):
-            step = (
-                None if name == "wandb" else metrics["step"]
-            )  # W&B drops repeated steps: there it is a metric like any other
+            step = None if name == "wandb" else metrics["step"]  # W&B drops repeated steps: there it is a metric like any other
             self._guarded(name, lambda t=tracker, s=step: t.log(dict(metrics), step=s))  # type: ignore[misc]
 
     def finish(self) -> None:
@@ -62,9 +60,7 @@ class Tracker:
     def _start_tensorboard(self, cfg: Config, start_step: int) -> None:
         from accelerate.tracking import TensorBoardTracker
 
-        tracker = TensorBoardTracker(
-            "tensorboard", str(cfg.folder / "logs"), purge_step=start_step + 1 if start_step else None
-        )
+        tracker = TensorBoardTracker("tensorboard", str(cfg.folder / "logs"), purge_step=start_step + 1 if start_step else None)
         tracker.start()
         self._copies["tensorboard"] = tracker
 

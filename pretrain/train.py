@@ -98,9 +98,7 @@ def train(job: Job, progress: Progress) -> str | None:
 def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, StepResult]:
     """One optimiser update. Returns the batch, this rank's loss sum and the step's result, the last two still on the device."""
     strategy = job.strategy
-    set_lr(
-        strategy.optimizer, lr_at(step, job.cfg.optim, job.layout.steps)
-    )  # a pure function: no scheduler to save or mis-step
+    set_lr(strategy.optimizer, lr_at(step, job.cfg.optim, job.layout.steps))  # a pure function: no scheduler to save or mis-step
     with job.clock.waiting_for_data():
         batch = job.loader.global_batch(position)  # knows the global number of targets before the first backward
     loss_total = torch.zeros((), device=job.clock.device)
@@ -142,7 +140,8 @@ def evaluate(job: Job, progress: Progress) -> None:
     with job.clock.apart("evaluation"), job.strategy.evaluation_weights() as module:
         batches = evaluation_batches(job.sets.val, job.layout.sequence_length, job.layout.micro, job.sets.eval_windows,
                                      job.world.rank, job.world.size, job.clock.device)  # fmt: skip
-        loss, tokens = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device)
+        same_graph = job.compile_mode != "off" and job.cfg.model.dropout == 0 and job.cfg.model.build is None
+        loss, tokens = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device, same_graph)
     metrics = {"step": progress.step, **evaluation.evaluation_metrics(loss, job.sets.bytes_per_token)}
     if job.tracker:
         job.tracker.log(metrics)
@@ -241,9 +240,7 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int) 
     if report_failure(folder, world, reason, step) and folder is not None and (folder / "logs").is_dir():
         with open(folder / "logs" / f"rank_{world.rank}.txt", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
-    os._exit(
-        REFUSED if isinstance(error, ConfigError) else FAILED
-    )  # an ordinary exit would wait in collectives for the others
+    os._exit(REFUSED if isinstance(error, ConfigError) else FAILED)  # an ordinary exit would wait in collectives for the others
 
 
 def report_failure(folder: Path | None, world: launch.World, reason: str, step: int) -> bool:

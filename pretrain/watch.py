@@ -49,11 +49,7 @@ class Watch:
         )
         rows: list[list[float]] = self.job.strategy.accelerator.gather(row[None]).tolist()
         if rows[0][0] and self.job.cfg.train.nonfinite == "stop":
-            culprit = [
-                f"rank {rank} had a loss that is not finite at step {bad:.0f}"
-                for rank, (_, bad, *_) in enumerate(rows)
-                if bad
-            ]
+            culprit = [f"rank {rank} had a loss that is not finite at step {bad:.0f}" for rank, (_, bad, *_) in enumerate(rows) if bad]
             raise NonFinite(f"the gradient of step {rows[0][0]:.0f} was not finite (its update and later such were not applied): "
                             + (culprit[0] if culprit else "every rank's loss was finite") + "; train.nonfinite=skip goes on instead")  # fmt: skip
         return rows
@@ -70,7 +66,7 @@ class Watch:
             "step": progress.step,
             "tokens": progress.tokens,
             "position": progress.position,
-            "epoch": progress.position / job.loader.windows_per_epoch,
+            "epoch": progress.position / job.sets.windows_per_epoch,
             "loss": sum(row[3] for row in rows) / batch.tokens,
             "lr": lr_at(progress.step, job.cfg.optim, job.layout.steps),
             "grad_norm": rows[0][4],

@@ -73,9 +73,7 @@ class Strategy:
         self.optimizer = make_optimizer(recipe, dict(self.module.named_parameters()))
         if self.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.accelerator.device.type)
-            self.scaler.scale(
-                torch.zeros((), device=self.accelerator.device)
-            )  # makes the scale a tensor, so that it can be saved
+            self.scaler.scale(torch.zeros((), device=self.accelerator.device))  # makes the scale a tensor, so that it can be saved
         return self.model, self.optimizer
 
     def wrap(self, module: nn.Module) -> nn.Module:

@@ -1,0 +1,197 @@
+"""The `pretrain` command. Each verb reads its arguments, calls one function and prints what came of it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pretrain import __version__
+
+_EPILOG = """examples:
+  pretrain prepare speeches/ --output data/speeches
+  pretrain train configs/quickstart.yaml train.max_steps=100
+  pretrain generate runs/quickstart --prompt "My fellow citizens"
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 for what the user can mend, 1 for a failure, 75 for a training run stopped on request."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    launcher_flags = []
+    if arguments[:1] == ["train"] and "--" in arguments:
+        cut = arguments.index("--")
+        arguments, launcher_flags = arguments[:cut], arguments[cut + 1 :]
+    options = _parser().parse_args(arguments)
+    options.launcher_flags = launcher_flags
+    verb: Callable[[argparse.Namespace], int] = options.verb
+    try:
+        return verb(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except ValueError as error:  # ours carry one line for the user; anything else is a defect and shows its traceback
+        if not type(error).__module__.startswith("pretrain."):
+            raise
+        print(error, file=sys.stderr)
+        return 2
+
+
+def prepare(o: argparse.Namespace) -> int:
+    from pretrain import corpus
+
+    manifest = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
+                              workers=o.workers, text_field=o.text_field, overwrite=o.overwrite)  # fmt: skip
+    print(corpus.summary(manifest))
+    return 0
+
+
+def train(o: argparse.Namespace) -> int:
+    from pretrain import supervise
+
+    return supervise.train(o.config, o.overrides, o.launcher_flags)
+
+
+def generate(o: argparse.Namespace) -> int:
+    from pretrain import export, generation
+    from pretrain.config import ConfigError
+
+    trained = export.open_trained(o.run, _say)
+    if trained.tokenizer is None:
+        raise ConfigError(f"{o.run} has no tokenizer: it was trained on a bare set; export it and put a tokenizer beside it")
+    texts = generation.generate(trained.model.as_causal_lm(), trained.tokenizer, o.prompt, vocab_size=trained.model.vocab_size,
+                                max_new_tokens=o.max_new_tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p, seed=o.seed)  # fmt: skip
+    print("\n---\n".join(texts))
+    return 0
+
+
+def evaluate(o: argparse.Namespace) -> int:
+    from pretrain import evaluate_trained
+
+    print(evaluate_trained.evaluate(o.run, o.data, o.split, o.micro, _say))
+    return 0
+
+
+def export(o: argparse.Namespace) -> int:
+    from pretrain import export
+
+    trained = export.open_trained(o.run, _say)
+    export.export(trained, o.output)
+    print(f"{trained.source} exported; load it with AutoModelForCausalLM.from_pretrained({str(o.output)!r})")
+    return 0
+
+
+def report(o: argparse.Namespace) -> int:
+    from pretrain import report
+
+    if o.wandb:
+        for run in o.run:
+            report.to_wandb(run, o.project)
+        return 0
+    output = o.output or o.run[0] / "report"
+    for path in report.report(o.run, output, o.expected):
+        print(path)
+    return 0
+
+
+def inspect(o: argparse.Namespace) -> int:
+    from pretrain import inspection
+
+    is_run = (o.folder / "status.json").exists() or (o.folder / "checkpoints").is_dir()
+    lines = inspection.inspect_run(o.folder, ledger=o.ledger) if is_run else inspection.inspect_set(o.folder, verify=o.verify)
+    print("\n".join(lines))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain GPT-2, data-parallel, the same way whatever the layout.", epilog=_EPILOG,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"pretrain {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    def add(verb: Callable[[argparse.Namespace], int], help: str, example: str) -> argparse.ArgumentParser:
+        p = verbs.add_parser(verb.__name__, help=help, description=help[0].upper() + help[1:] + ".", epilog=f"example:\n  {example}",
+                             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+        p.set_defaults(verb=verb)
+        return p
+
+    p = add(
+        prepare,
+        "turn text into token shards",
+        "pretrain prepare input.txt --output data/mine --tokenizer byte --val-split tail --val-fraction 0.1",
+    )
+    p.add_argument("source", nargs="+", help="files, folders or globs of .txt, .jsonl (also .gz) and .parquet")
+    p.add_argument("--output", type=Path, required=True, help="the set's folder, for example data/mine")
+    p.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), byte, train:SIZE, or a Hugging Face name or folder")
+    p.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        help="share that validates; 0 makes no validation split (default %(default)s)",
+    )
+    p.add_argument(
+        "--val-split",
+        choices=["hash", "tail"],
+        default="hash",
+        help="whole documents by content hash (default), or the end of the text",
+    )
+    p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; the bytes written are the same for any number")
+    p.add_argument(
+        "--text-field",
+        default="text",
+        help="the field of .jsonl and .parquet that holds the text (default %(default)s)",
+    )
+    p.add_argument("--overwrite", action="store_true", help="replace a set that was made from other sources or settings")
+
+    p = add(
+        train,
+        "train as a config says",
+        "pretrain train configs/gpt2-124m.yaml run.name=mine batch.micro=16 -- --num_processes 8",
+    )
+    p.add_argument("config", help="a YAML file; every key is in the README")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="after them, `--` and flags for accelerate launch")
+
+    p = add(generate, "continue prompts", 'pretrain generate runs/quickstart --prompt "The state of the Union"')
+    p.add_argument("run", type=Path, help="a run folder, a checkpoint, or an exported folder")
+    p.add_argument(
+        "--prompt",
+        action="append",
+        required=True,
+        help="may be given several times; an empty one starts a new document",
+    )
+    p.add_argument("--max-new-tokens", type=int, default=100)
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    p.add_argument("--top-k", type=int, default=50, help="sample from so many likeliest tokens; 0 for all")
+    p.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability")
+    p.add_argument("--seed", type=int, default=0)
+
+    p = add(evaluate, "exact loss over a whole split", "pretrain evaluate runs/quickstart --data data/other")
+    p.add_argument("run", type=Path, help="a run folder, a checkpoint, or an exported folder")
+    p.add_argument("--data", type=Path, help="a prepared set (default: the one that the run was trained on)")
+    p.add_argument("--split", choices=["train", "val"], default="val")
+    p.add_argument("--micro", type=int, default=8, help="sequences per forward")
+
+    p = add(export, "write a Hugging Face folder", "pretrain export runs/quickstart --output exported/quickstart")
+    p.add_argument("run", type=Path, help="a run folder or a checkpoint")
+    p.add_argument("--output", type=Path, required=True)
+
+    p = add(report, "draw runs, finished or not", "pretrain report runs/a runs/b --output report")
+    p.add_argument("run", type=Path, nargs="+")
+    p.add_argument("--output", type=Path, help="default: the first run's report/")
+    p.add_argument("--expected", type=Path, default=Path("configs/expected"), help="folder of curves to draw behind the runs")
+    p.add_argument("--wandb", action="store_true", help="rebuild the W&B runs from metrics.jsonl instead")
+    p.add_argument("--project", default="pretrain", help="the W&B project")
+
+    p = add(inspect, "look into a prepared set or a run", "pretrain inspect runs/quickstart --ledger")
+    p.add_argument("folder", type=Path)
+    p.add_argument("--verify", action="store_true", help="a set: hash every file again")
+    p.add_argument("--ledger", action="store_true", help="a run: prove that no window was skipped or trained on twice")
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Trained weights, wherever they lie: a run folder, one of its checkpoints, or an exported Hugging Face folder."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from pretrain import checkpoint
+from pretrain import model as models
+from pretrain.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: models.PretrainGPT2  # on the CPU, in evaluation mode
+    tokenizer: Any  # None where neither run nor folder has one
+    tokenizer_folder: Path
+    source: Path
+    custom: bool  # made by model.build: transformers has no class for it
+
+
+def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
+    """Raises ConfigError where there are no weights, or none that are whole."""
+    if (path / "config.json").exists():
+        return _open_exported(path)
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_valid(path / "checkpoints", say)
+        if found is None:
+            raise ConfigError(f"{path / 'checkpoints'} holds no valid checkpoint yet")
+        path = found
+    elif not path.is_dir():
+        raise ConfigError(f"{path}: no such run, checkpoint or exported folder")
+    elif problem := checkpoint.verify(path):
+        raise ConfigError(f"{path} is neither a run, nor a whole checkpoint, nor an exported folder: {problem}")
+    described = checkpoint.read_json(path, "model.json")
+    model = models.from_description(described)
+    checkpoint.load(path, {"model": models.named_tensors(model)}, None)
+    return _trained(model, path.parent.parent / "tokenizer", path, custom=described["build"] is not None)
+
+
+def _open_exported(path: Path) -> Trained:
+    config = GPT2Config.from_pretrained(path)
+    model = models.from_description({"config": config.to_dict(), "vocab_size": config.vocab_size, "build": None})
+    models.load_plain(model, GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32).state_dict())
+    return _trained(model, path, path, custom=False)
+
+
+def _trained(model: models.PretrainGPT2, tokenizer_folder: Path, source: Path, *, custom: bool) -> Trained:
+    has_one = any((tokenizer_folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder) if has_one else None
+    return Trained(model.eval(), tokenizer, tokenizer_folder, source, custom)
+
+
+def export(trained: Trained, output: Path) -> None:
+    """An ordinary Hugging Face folder: fp32 weights without padded rows, and the tokenizer. Appears complete or not at all."""
+    if trained.custom:
+        raise ConfigError(
+            f"{trained.source} was made by model.build: transformers has no class that would load it; its weights are safetensors in {trained.source}/model"
+        )
+    if output.exists():
+        raise ConfigError(f"{output} exists; choose another --output or remove it")
+    described = models.describe(trained.model, None)
+    plain = GPT2LMHeadModel(GPT2Config.from_dict({**described["config"], "vocab_size": described["vocab_size"]}))
+    with torch.no_grad():
+        for name, tensor in models.plain_state(trained.model).items():
+            plain.get_parameter(name).copy_(tensor)
+    temporary = output.with_name(f"{output.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    plain.save_pretrained(temporary)
+    if trained.tokenizer is not None:
+        trained.tokenizer.save_pretrained(temporary)
+    temporary.rename(output)

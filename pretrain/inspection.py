@@ -1,0 +1,87 @@
+"""What is in a prepared set or a run folder, and whether it is whole."""
+
+import json
+from pathlib import Path
+
+from pretrain import checkpoint, shards
+from pretrain.config import ConfigError
+from pretrain.runfolder import read_status
+
+
+def inspect_set(folder: Path, *, verify: bool) -> list[str]:
+    """Raises ShardError where --verify finds a file that has changed."""
+    lines = []
+    for split in ("train", "val"):
+        try:
+            stream = shards.open_split(folder, split)
+        except shards.ShardError as error:
+            if split == "val" and "no val split" in str(error):
+                lines.append("val    none")
+                continue
+            raise
+        lines.append(f"{split:<6} {stream.tokens:>15,} tokens in {len(stream.shards)} files of {stream.shards[0].dtype}")
+        if verify and stream.manifest:
+            for file in stream.manifest["files"][split]:
+                if shards.sha256(folder / file["name"]) != file["sha256"]:
+                    raise shards.ShardError(
+                        f"{folder / file['name']} has changed since it was prepared; copy it again or prepare the set again"
+                    )
+            lines[-1] += ", every byte as prepared"
+    manifest = shards.read_manifest(folder)
+    if manifest is None:
+        return [*lines, "no manifest: a bare set, tokenizer unknown"]
+    documents = manifest["documents"]
+    skipped = ", ".join(f"{n:,} {reason}" for reason, n in documents["skipped"].items()) or "none"
+    return [
+        *lines,
+        f"tokenizer   {manifest['tokenizer']['name']}, {manifest['vocab_size']:,} ids, end of text {manifest['eos_id']}",
+        f"documents   {documents['read']:,} read, {documents['kept']:,} kept, skipped: {skipped}",
+        f"fingerprint {manifest['fingerprint']}",
+    ]
+
+
+def inspect_run(folder: Path, *, ledger: bool) -> list[str]:
+    """Raises ConfigError where --ledger finds a window that was skipped or trained on twice."""
+    status = read_status(folder)
+    lines = (
+        [f"state       {status['state']} at step {status['step']:,}" + (f": {status['reason']}" if status["reason"] else "")]
+        if status
+        else ["state       never started"]
+    )
+    for _, path in sorted(checkpoint.numbered(folder / "checkpoints")):
+        lines.append(f"checkpoint  {path.name}: {checkpoint.verify(path) or 'whole'}")
+    return [*lines, *(check_ledger(folder / "ledger.jsonl") if ledger else ())]
+
+
+def check_ledger(path: Path) -> list[str]:
+    """Follows the ledger over all restarts: the positions of the steps that count must join. Raises ConfigError where they don't."""
+    if not path.exists():
+        raise ConfigError(f"{path} is missing: no step was taken")
+    history: dict[int, tuple[int, int]] = {}
+    repeated = retried = 0
+    restarts = set()
+    for line in path.read_text("utf-8").splitlines():
+        entry = json.loads(line)
+        restarts.add(entry["restart"])
+        step = entry["step"]
+        if entry["attempt"]:
+            retried += 1
+        else:
+            repeated += step in history
+            for later in [s for s in history if s > step]:  # given up: the run went back to a checkpoint
+                del history[later]
+                repeated += 1
+        history[step] = tuple(entry["position"])
+    position = 0
+    for step in sorted(history):
+        start, stop = history[step]
+        if start != position:
+            what = "skipped" if start > position else "trained on twice"
+            raise ConfigError(
+                f"{path}: step {step} starts at position {start:,}, the step before it ended at {position:,}: windows were {what}"
+            )
+        position = stop
+    return [
+        f"ledger      steps {min(history):,} to {max(history):,} join without gap or overlap: positions 0 to {position:,}, each window once per epoch",
+        f"            {len(restarts)} starts; {repeated:,} steps were taken again after a restart, {retried:,} retried at a lower loss scale",
+    ]

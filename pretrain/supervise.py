@@ -1,0 +1,111 @@
+"""`pretrain train`: check the config, start Accelerate's launcher, pass requests to stop on to it, return the trainer's own status."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+import psutil
+from omegaconf import OmegaConf
+
+from pretrain import config
+from pretrain.runfolder import Status, read_status
+
+TRAINER = Path(__file__).with_name("train.py")
+_SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
+    """Raises ConfigError for what the config alone shows; everything else is the trainer's to find."""
+    cfg = config.load(config_file, overrides)
+    logs = cfg.folder / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise config.ConfigError(
+            f"cannot write the run folder {cfg.folder}: {error.strerror}; choose another with run.dir or run.name"
+        ) from None
+    processes = _processes(launcher_flags)
+    if processes == 1 and not launcher_flags:
+        command = [sys.executable, str(TRAINER)]
+    else:
+        flags = list(launcher_flags)
+        if "--config_file" not in flags:  # the personal default_config.yaml has no say here
+            flags = ["--config_file", str(_launcher_config(logs, processes)), *flags]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *flags, str(TRAINER)]
+    started = time.time()
+    with open(logs / "launcher.log", "a", encoding="utf-8") as noise:
+        code = _run([*command, config_file, *overrides], _environment(processes), noise.fileno())
+    status = read_status(cfg.folder)
+    if status is None or status["time"] < started:
+        print(f"the trainer ended without a word (launcher status {code}); see {logs}/launcher.log", file=sys.stderr)
+        return 1
+    if status["state"] == "running":
+        Status(cfg.folder, 0).write("failed", step=status["step"], exit_status=1, reason="killed")
+        print(
+            f"the trainer was killed at step {status['step']:,}; the same command goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    return int(status["exit_status"])
+
+
+def _run(command: list[str], environment: dict[str, str], stderr: int) -> int:
+    """Run to the end, trainers that outlive their launcher included. A first signal asks, a second one ends everything at once."""
+    if sys.platform == "linux":  # orphans become our children, so that they can be waited for
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    launcher = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+    asked = False
+
+    def forward(number: int, _: object) -> None:
+        nonlocal asked
+        if asked:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+        asked = True
+        launcher.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        code = launcher.wait()
+        for orphan in psutil.Process().children(recursive=True):
+            orphan.wait()
+        return code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _processes(flags: Sequence[str]) -> int:
+    """As `--num_processes` says, else one per GPU, else one."""
+    for i, flag in enumerate(flags):
+        name, equals, value = flag.replace("-", "_").partition("=")
+        if name == "__num_processes":
+            return int(value if equals else flags[i + 1])
+    if not glob("/dev/nvidia[0-9]*") and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return 1  # without importing torch, which takes seconds
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _launcher_config(logs: Path, processes: int) -> Path:
+    """MULTI_GPU is how Accelerate's launcher is told to start several processes, on CPUs too."""
+    path = logs / "launcher.yaml"
+    OmegaConf.save({"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU" if processes > 1 else "NO", "num_processes": processes,
+                    "num_machines": 1, "machine_rank": 0, "main_process_port": 0, "mixed_precision": "no", "use_cpu": False}, path)  # fmt: skip
+    return path
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """What helps and the launcher would not set: threads, time to save after a signal, SIGUSR1 (Slurm's) passed on."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    ours = {"PRETRAIN_LAUNCHED": "1", "OMP_NUM_THREADS": str(max(1, cores // processes)), "PET_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}  # fmt: skip
+    return {**ours, **os.environ, "PRETRAIN_LAUNCHED": "1"}
