@@ -136,7 +136,7 @@ def warm_up(job: Job) -> None:
     torch.manual_seed(0)
     tokens_BT = torch.zeros(job.layout.micro, job.layout.sequence_length, dtype=torch.long, device=job.clock.device)
     with job.strategy.accumulate(job.model, last=True):
-        loss_sum, _ = job.model(tokens_BT, tokens_BT)
+        loss_sum, _ = job.model(tokens_BT, tokens_BT.clone())  # not the same tensor twice: a compiler would make a rule of it
         job.strategy.backward(loss_sum / tokens_BT.numel())
     job.strategy.optimizer.zero_grad(set_to_none=True)
 

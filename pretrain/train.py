@@ -226,7 +226,8 @@ def finish(job: Job, progress: Progress, reason: str | None) -> int:
 def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int) -> int:
     """For what every rank found alike before step 1: the main process says so."""
     if world.rank == 0:
-        print(message, file=sys.stderr if status else sys.stdout, flush=True)
+        aside = status != 0 and "PRETRAIN_LAUNCHED" not in os.environ  # `pretrain train` shows standard output alone
+        print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
             runfolder.note_end(folder, state, status, message)
     if dist.is_initialized():
