@@ -257,6 +257,8 @@ def explain(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
         return f"out of memory: halve batch.micro (it trains exactly the same), or set model.activation_checkpointing=true; {text[:200]}"
+    if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited")):
+        return f"lost contact with another rank, which was killed or crashed ({text[:120]})"
     return text if isinstance(error, NonFinite | ConfigError) else f"{type(error).__name__}: {text}"
 
 
