@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare(o: argparse.Namespace) -> int:
     from pretrain import corpus
 
-    manifest = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
+    manifest, _ = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
                               workers=o.workers, text_field=o.text_field, overwrite=o.overwrite)  # fmt: skip
     print(corpus.summary(manifest))
     return 0

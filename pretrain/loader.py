@@ -15,7 +15,7 @@ from pretrain.order import Int64s, mixed, shuffled
 from pretrain.shards import TokenStream, open_split
 
 IGNORED = -100  # torch's target that does not count
-_GPT2 = {"name": "gpt2 (assumed: a bare set names no tokenizer)", "vocab_size": 50257, "eos_id": 50256, "hash": None}
+_GPT2 = {"name": "gpt2 (assumed: a bare set names no tokenizer)", "vocab_size": 50257, "eos_id": 50256, "sha256": None}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Sets:
 
     train: Sequence[TokenStream]
     val: Sequence[TokenStream]  # empty where the run never evaluates
-    tokenizer: Mapping[str, Any]  # name, vocab_size, eos_id, hash
+    tokenizer: Mapping[str, Any]  # name, vocab_size, eos_id, sha256
     eval_windows: int
     windows_per_epoch: int
 
@@ -57,7 +57,7 @@ def open_sets(cfg: Config) -> Sets:
         raise ConfigError(f"data.val: {val[0].name} would validate on files that are trained on; give another set, or train.eval_every=0")
     tokenizers = [_tokenizer(stream) for stream in (*train, *val)]
     for stream, tokenizer in zip((*train, *val), tokenizers, strict=True):
-        if (tokenizer["hash"], tokenizer["vocab_size"]) != (tokenizers[0]["hash"], tokenizers[0]["vocab_size"]):
+        if (tokenizer["sha256"], tokenizer["vocab_size"]) != (tokenizers[0]["sha256"], tokenizers[0]["vocab_size"]):
             raise ConfigError(
                 f"{stream.name} was made with {tokenizer['name']}, {train[0].name} with {tokenizers[0]['name']}: one model needs one tokenizer"
             )

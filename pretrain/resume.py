@@ -77,7 +77,7 @@ def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, An
     theirs = start.numbers["identity"]
     for what, before, now in (
         ("the training data", theirs["data"], fingerprints),
-        ("the tokenizer", theirs["tokenizer"], tokenizer["hash"]),
+        ("the tokenizer", theirs["tokenizer"], tokenizer["sha256"]),
     ):
         if before != now:
             raise ConfigError(

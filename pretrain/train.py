@@ -177,7 +177,7 @@ def save(job: Job, progress: Progress, watch: Watch) -> None:
         "identity": {
             "config": config.identity(job.cfg),
             "data": job.sets.fingerprints,
-            "tokenizer": job.sets.tokenizer["hash"],
+            "tokenizer": job.sets.tokenizer["sha256"],
         },
         "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},
         "config_hash": config.identity_hash(job.cfg),
