@@ -1,0 +1,114 @@
+"""Real processes for tests: started once, they run any importable function as the ranks of a fresh gloo group of any smaller size."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_DEADLINE = 120.0
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankError(AssertionError):
+    """What the ranks raised: the tracebacks of all of them."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    value: Any = None
+    error: str = ""  # last line of the traceback
+    trace: str = ""
+
+
+class Ranks:
+    """One import of torch per process and session; what a function leaves behind in it is forgotten before the next."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
+        """Each rank's result. The function finds its rank where a launcher would have put it: in the environment."""
+        outcomes = self.outcomes(function, *args, size=size)
+        if any(outcome.error for outcome in outcomes):
+            raise RankError("\n".join(f"rank {rank}: {o.trace}" for rank, o in enumerate(outcomes) if o.error))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Outcome]:
+        """The same, with what a rank raised in the place of its result."""
+        if not self._processes:
+            self._start()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pipes = self._pipes[: size or self.size]
+        for pipe in pipes:
+            pipe.send((function, args, len(pipes), port))
+        deadline, outcomes = time.monotonic() + _DEADLINE, []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RankError(f"rank {rank} gave no answer within {_DEADLINE:.0f} s; had answered: {outcomes}")
+            outcomes.append(pipe.recv())
+        return outcomes
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        function, args, size, port = pipe.recv()
+        values = (rank, rank, size, size, "127.0.0.1", port) if size > 1 else ()
+        os.environ.update(dict(zip(_VARIABLES, map(str, values), strict=False)))
+        try:
+            outcome = Outcome(function(*args))
+        except Exception as error:
+            lines = traceback.format_exception_only(error)
+            outcome = Outcome(None, "".join(lines).strip(), traceback.format_exc())
+        _forget()
+        pipe.send(outcome)
+
+
+def _forget() -> None:
+    """As in a new process: no group, no accelerator, no locks, no environment of a launcher."""
+    import gc
+
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from pretrain import runfolder
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    GradientState._reset_state()
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    for lock in runfolder._owned.values():
+        lock.close()
+    runfolder._owned.clear()
+    for name in _VARIABLES:
+        os.environ.pop(name, None)
+    gc.collect()
