@@ -64,7 +64,8 @@ def export(trained: Trained, output: Path) -> None:
     if output.exists():
         raise ConfigError(f"{output} exists; choose another --output or remove it")
     described = models.describe(trained.model, None)
-    plain = GPT2LMHeadModel(GPT2Config.from_dict({**described["config"], "vocab_size": described["vocab_size"]}))
+    ordinary = {"vocab_size": described["vocab_size"], "activation_function": "gelu_new"}
+    plain = GPT2LMHeadModel(GPT2Config.from_dict({**described["config"], **ordinary}))
     with torch.no_grad():
         for name, tensor in models.plain_state(trained.model).items():
             plain.get_parameter(name).copy_(tensor)

@@ -136,6 +136,7 @@ def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT
     """On the CPU in training mode; every weight 0."""
     config.vocab_size = -(-vocab_size // _PAD_ROWS_TO) * _PAD_ROWS_TO
     config._attn_implementation = "sdpa"
+    config.activation_function = "gelu_pytorch_tanh"  # GPT-2's gelu_new in one kernel: the same function, a fifth of the step on a CPU
     make = cast(Callable[[GPT2Config], PretrainGPT2], _custom(build) if build else PretrainGPT2)
     with torch.device("meta"):
         model = make(config)
