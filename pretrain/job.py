@@ -77,8 +77,9 @@ def start(
     device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None
 
-    together(control, lambda: runfolder.claim(cfg.folder) if world.rank == 0 else None)
+    together(control, lambda: _claim(cfg.folder) if world.rank == 0 else None)
     if world.rank:
+        runfolder.join(cfg.folder)
         _send_errors_to(cfg.folder / "logs" / f"rank_{world.rank}.txt")
     found: Start = broadcast(control, together(control, lambda: find_start(cfg, print) if world.rank == 0 else None))
     progress, changed = found.progress, check_settings(cfg, found)
@@ -178,6 +179,11 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"rank {rank} has another {what} than rank 0 ({value}, not {everyone[0][what]}); start every rank from the same files"
                 )
+
+
+def _claim(folder: Path) -> None:
+    runfolder.claim(folder)
+    runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
 
 
 def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:

@@ -44,6 +44,17 @@ def has_launcher() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
 
 
+def is_orphan() -> bool:
+    """Whether the launcher died before we could ask to be told so: what adopted us is init, and no program that starts workers."""
+    if not has_launcher() or os.getppid() != 1:
+        return False
+    try:
+        command = " ".join(psutil.Process(1).cmdline())
+    except psutil.Error:
+        return True
+    return not any(word in command for word in ("python", "accelerate", "torchrun", "pretrain"))
+
+
 def check_launcher(world: World) -> list[str]:
     """Notes about launcher settings that have no effect. Raises ConfigError where the launch is not what was asked for."""
     asked = _processes_asked_for()

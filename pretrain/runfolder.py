@@ -24,7 +24,7 @@ def write_atomic(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
-_owned: dict[Path, IO[str]] = {}  # the locks of this process: held for as long as it lives
+_owned: dict[Path, IO[str] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives
 
 
 def claim(folder: Path) -> None:
@@ -37,16 +37,35 @@ def claim(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
         lock.close()
-        raise ConfigError(
-            f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
-        ) from None
+        raise ConfigError(in_use(folder)) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
     _owned[folder] = lock
+
+
+def join(folder: Path) -> None:
+    """For the other ranks, once the main process has claimed the folder."""
+    _owned.setdefault(folder, None)
+
+
+def is_ours(folder: Path | None) -> bool:
+    return folder in _owned
+
+
+def in_use(folder: Path) -> str | None:
+    """Who owns the run folder and how to go on; None where nobody does."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except OSError:
+                owner = lock.read().strip() or "another process"
+    except OSError:
+        return None
+    return f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
 
 
 class Status:
@@ -55,31 +74,32 @@ class Status:
     def __init__(self, folder: Path, rank: int) -> None:
         self.path, self.rank = folder / "status.json", rank
 
-    def write(self, state: str, *, step: int, exit_status: int | None = None, reason: str = "") -> None:
+    def write(self, state: str, *, step: int | None = None, exit_status: int | None = None, reason: str = "") -> None:
+        if step is None:  # where the last start left it
+            step = (read_status(self.path.parent) or {}).get("step", 0)
         record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "rank": self.rank,
                   "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         write_atomic(self.path, json.dumps(record) + "\n")
 
-    def fail(self, reason: str, *, step: int) -> bool:
+    def fail(self, reason: str, *, step: int, exit_status: int = 1) -> bool:
         """Record a failure unless another rank did so first; True for the one whose failure this is."""
         with open(self.path.with_name(".status-lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             found = read_status(self.path.parent)
             if found and found["state"] == "failed":
                 return False
-            self.write("failed", step=step, exit_status=1, reason=reason)
+            self.write("failed", step=step, exit_status=exit_status, reason=reason)
             return True
 
 
 def note_end(folder: Path, state: str, exit_status: int, reason: str) -> None:
     """Record how a start ended before step 1, unless the folder is somebody else's."""
     try:
-        if folder not in _owned:
+        if not is_ours(folder):
             claim(folder)
-    except ConfigError:
+        Status(folder, 0).write(state, exit_status=exit_status, reason=reason)
+    except (ConfigError, OSError):
         return
-    step = (read_status(folder) or {}).get("step", 0)
-    Status(folder, 0).write(state, step=step, exit_status=exit_status, reason=reason)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -24,11 +24,12 @@ class StopRequests:
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
-    def __init__(self, *, follow_launcher: bool) -> None:
+    def __init__(self, *, follow_launcher: bool, orphaned: bool = False) -> None:
         self._requested = 0
-        self.at_once: Callable[[str], object] = print  # told before a second request ends the process
+        self.at_once: Callable[[str], object] = print  # told why, before a process ends at once
         self._launcher = os.getppid()
         self._gone = False
+        self._asked = threading.Event()
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._stop_file: Path | None = None
         self._started = time.time()
@@ -40,7 +41,7 @@ class StopRequests:
         threading.Thread(target=self._listen, args=(read,), name="stop-requests", daemon=True).start()
         if follow_launcher and sys.platform == "linux":  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != self._launcher:
+            if orphaned or os.getppid() != self._launcher:
                 self._requested = _LAUNCHER_GONE
 
     def watch(self, stop_file: Path) -> None:
@@ -66,6 +67,10 @@ class StopRequests:
             self._stop_file.unlink(missing_ok=True)
         return _REASONS[decided] if decided else None
 
+    def wait(self, seconds: float) -> bool:
+        """Whether a request comes in that time."""
+        return self._asked.wait(seconds)
+
     def _stop_file_is_new(self) -> bool:
         assert self._stop_file is not None
         try:
@@ -80,6 +85,7 @@ class StopRequests:
                     self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
+        self._asked.set()
         if os.getppid() != self._launcher:  # its death is one request, however often the kernel says so
             if not self._gone:
                 self._gone = True

@@ -34,11 +34,12 @@ from pretrain.strategies import OPTIONS, StepResult
 from pretrain.watch import NonFinite, Watch
 
 STOPPED, REFUSED, FAILED = 75, 2, 1
+_MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before step 1
 
 
 def main(arguments: list[str]) -> int:
     world = launch.read_world()
-    stops = StopRequests(follow_launcher=launch.has_launcher())
+    stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan())
     folder = None
     try:
         if not arguments:
@@ -49,13 +50,13 @@ def main(arguments: list[str]) -> int:
         folder = cfg.folder
         job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops)
     except Finished as finished:
-        return end(folder, world, str(finished), state="finished", status=0)
+        return end(folder, world, stops, str(finished), state="finished", status=0)
     except (ConfigError, ShardError, CheckpointError) as error:
-        return end(folder, world, str(error), state="refused", status=REFUSED)
+        return end(folder, world, stops, str(error), state="refused", status=REFUSED)
     except Exception as error:
         return fail(folder, world, error, step=0)
     try:
-        stops.at_once = lambda reason: report_failure(folder, world, reason, progress.step)
+        stops.at_once = lambda reason: report_failure(folder, world.rank, reason, progress.step)
         gc.collect()
         gc.freeze()
         gc.disable()  # collected on schedule, by all ranks in the same step
@@ -74,18 +75,18 @@ def train(job: Job, progress: Progress) -> str | None:
         if reason := job.stops.agreed(job.control):
             save(job, progress, watch)
             return reason
-        with watch.for_hangs():
+        with watch.hang:
             step = progress.step + 1
             batch, loss_sum, result = update(job, step, progress.position)
             record_windows(job, progress, batch)
             if job.strategy.must_retry(result):
                 progress.attempt += 1
                 continue
-        watch.note(step, loss_sum, result)
-        advance(job, progress, batch)
-        last = job.layout.finished(step, batch.stop)
-        if last or step % every.log_every == 0:
-            watch.log(progress, batch, loss_sum, result)
+            watch.note(step, loss_sum, result)
+            advance(job, progress, batch)
+            last = job.layout.finished(step, batch.stop)
+            if last or step % every.log_every == 0:  # waits for the device: where a hang shows on GPUs
+                watch.log(progress, batch, loss_sum, result)
         if every.eval_every and (last or step % every.eval_every == 0):
             evaluate(job, progress)
         if every.sample_every and (last or step % every.sample_every == 0):
@@ -223,9 +224,13 @@ def finish(job: Job, progress: Progress, reason: str | None) -> int:
     return STOPPED if reason else 0
 
 
-def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int) -> int:
-    """For what every rank found alike before step 1: the main process says so."""
-    if world.rank == 0:
+def end(folder: Path | None, world: launch.World, stops: StopRequests, message: str, *, state: str, status: int) -> int:
+    """For what ended before step 1: the main process says so, or this rank where the main process found nothing wrong."""
+    met_alone = False
+    if world.rank and not dist.is_initialized():  # if we went first, the launcher would end the main process before it can speak
+        met_alone = not stops.wait(_MAIN_PROCESS_SECONDS)
+        message = f"rank {world.rank}: {message}"
+    if world.rank == 0 or met_alone:
         aside = status != 0 and "PRETRAIN_LAUNCHED" not in os.environ  # `pretrain train` shows standard output alone
         print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
@@ -237,18 +242,25 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
 
 def fail(folder: Path | None, world: launch.World, error: Exception, step: int) -> int:
     """One rank's failure ends all: the cause is printed by the rank that met it first, its traceback goes to logs/. Does not return."""
-    reason = explain(error)
-    if report_failure(folder, world, reason, step) and folder is not None and (folder / "logs").is_dir():
-        with open(folder / "logs" / f"rank_{world.rank}.txt", "a", encoding="utf-8") as log:
+    status = REFUSED if isinstance(error, ConfigError) else FAILED
+    rank = world.rank
+    if isinstance(error, NonFinite):  # all ranks find it together, later than it happened
+        step, rank = error.step, rank if error.rank is None else error.rank
+    if folder is None or not runfolder.is_ours(folder):
+        traceback.print_exception(error)
+        report_failure(None, rank, explain(error), step, status)
+    elif report_failure(folder, rank, explain(error), step, status):
+        with open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
-    os._exit(REFUSED if isinstance(error, ConfigError) else FAILED)  # an ordinary exit would wait in collectives for the others
+    os._exit(status)  # an ordinary exit would wait in collectives for the others
 
 
-def report_failure(folder: Path | None, world: launch.World, reason: str, step: int) -> bool:
-    if folder is not None and folder.is_dir() and not runfolder.Status(folder, world.rank).fail(reason, step=step):
+def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED) -> bool:
+    """Whether this was the first failure of the launch: only that one is told."""
+    if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status):
         return False
-    log = f" (traceback in {folder}/logs/rank_{world.rank}.txt)" if folder else ""
-    os.write(1, f"rank {world.rank} failed at step {step:,}: {reason}{log}\n".encode())
+    log = f" (traceback in {folder}/logs/rank_{rank}.txt)" if folder else ""
+    os.write(1, f"rank {rank} failed at step {step:,}: {reason}{log}\n".encode())
     return True
 
 

@@ -2,7 +2,10 @@
 
 import faulthandler
 import gc
+import os
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +20,11 @@ from pretrain.throughput import peak_memory_bytes
 
 
 class NonFinite(RuntimeError):
-    """An update that was refused because its gradient was not finite."""
+    """An update that was refused because its gradient was not finite: at which step, and whose loss was it."""
+
+    def __init__(self, message: str, step: int, rank: int | None) -> None:
+        super().__init__(message)
+        self.step, self.rank = step, rank
 
 
 class Watch:
@@ -29,6 +36,7 @@ class Watch:
         self.refused = torch.zeros((), device=device)  # updates since the last log line
         self.first_refused = torch.zeros((), device=device)  # step, 0 for none
         self.first_bad_loss = torch.zeros((), device=device)  # the same, for this rank's own loss
+        self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
         job.clock.begin()
 
     def note(self, step: int, loss_sum: Tensor, result: StepResult) -> None:
@@ -49,9 +57,11 @@ class Watch:
         )
         rows: list[list[float]] = self.job.strategy.accelerator.gather(row[None]).tolist()
         if rows[0][0] and self.job.cfg.train.nonfinite == "stop":
-            culprit = [f"rank {rank} had a loss that is not finite at step {bad:.0f}" for rank, (_, bad, *_) in enumerate(rows) if bad]
-            raise NonFinite(f"the gradient of step {rows[0][0]:.0f} was not finite (its update and later such were not applied): "
-                            + (culprit[0] if culprit else "every rank's loss was finite") + "; train.nonfinite=skip goes on instead")  # fmt: skip
+            step = int(rows[0][0])
+            culprit = next((rank for rank, (_, bad, *_) in enumerate(rows) if bad == step), None)
+            whose = "every rank's loss was finite" if culprit is None else f"rank {culprit} had a loss that is not finite"
+            raise NonFinite(f"the gradient of step {step:,} was not finite ({whose}); its update and later such were not applied; "
+                            "train.nonfinite=skip goes on instead", step, culprit)  # fmt: skip
         return rows
 
     def log(self, progress: Progress, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
@@ -92,22 +102,34 @@ class Watch:
             job.status.write("running", step=progress.step)
         job.say(progress_line(job, metrics))
 
-    def for_hangs(self) -> "HangWatch":
-        return HangWatch(self.job.cfg.train.hang_timeout)
-
 
 class HangWatch:
-    """Dumps every thread's stack and ends the process when its block takes too long, even inside a collective."""
+    """Dumps every thread's stack and ends the process when its block takes too long: from a thread, since no exception and no signal
+    handler of Python's reaches a process inside a collective."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, report: Callable[[str], object], log: str) -> None:
+        self.seconds, self.report, self.log = seconds, report, log
+        self._since: float | None = None
+        if seconds:
+            threading.Thread(target=self._look, name="hang-watch", daemon=True).start()
 
     def __enter__(self) -> None:
-        if self.seconds:
-            faulthandler.dump_traceback_later(self.seconds, exit=True)
+        self._since = time.monotonic()
 
     def __exit__(self, *exc: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        self._since = None
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.seconds / 4))
+            since = self._since
+            if since is not None and time.monotonic() - since > self.seconds:
+                with open(self.log, "a", encoding="utf-8") as log:
+                    faulthandler.dump_traceback(log, all_threads=True)
+                self.report(
+                    f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}"
+                )
+                os._exit(1)
 
 
 def progress_line(job: Job, m: dict[str, Any]) -> str:
