@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 
@@ -14,11 +15,11 @@ import psutil
 from omegaconf import OmegaConf
 
 from pretrain import config
-from pretrain.runfolder import Status, read_status
+from pretrain.runfolder import Status, in_use, read_status
 
 TRAINER = Path(__file__).with_name("train.py")
 _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
@@ -27,10 +28,13 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        noise = open(logs / "launcher.log", "a", encoding="utf-8")  # noqa: SIM115 — closed below
     except OSError as error:
         raise config.ConfigError(
             f"cannot write the run folder {cfg.folder}: {error.strerror}; choose another with run.dir or run.name"
         ) from None
+    if owner := in_use(cfg.folder):
+        raise config.ConfigError(owner)
     processes = _processes(launcher_flags)
     if processes == 1 and not launcher_flags:
         command = [sys.executable, str(TRAINER)]
@@ -40,10 +44,15 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
             flags = ["--config_file", str(_launcher_config(logs, processes)), *flags]
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags, str(TRAINER)]
     started = time.time()
-    with open(logs / "launcher.log", "a", encoding="utf-8") as noise:
-        code = _run([*command, config_file, *overrides], _environment(processes), noise.fileno())
+    with noise:
+        code, asked = _run([*command, config_file, *overrides], _environment(processes), noise.fileno())
+    if in_use(cfg.folder):  # someone was faster; the trainer has said so, and the status is theirs
+        return 2
     status = read_status(cfg.folder)
     if status is None or status["time"] < started:
+        if asked:
+            print("stopped on request before the trainer was up; the same command starts it again")
+            return 75
         print(f"the trainer ended without a word (launcher status {code}); see {logs}/launcher.log", file=sys.stderr)
         return 1
     if status["state"] == "running":
@@ -56,11 +65,16 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
     return int(status["exit_status"])
 
 
-def _run(command: list[str], environment: dict[str, str], stderr: int) -> int:
-    """Run to the end, trainers that outlive their launcher included. A first signal asks, a second one ends everything at once."""
-    if sys.platform == "linux":  # orphans become our children, so that they can be waited for
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    launcher = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True)
+def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[int, bool]:
+    """Run to the end, trainers that outlive their launcher included: its status, and whether a stop was asked for.
+
+    A first signal asks, a second one ends everything at once.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc:  # orphans become our children, so that they can be waited for
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    follow_us = (lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)) if libc else None
+    launcher = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True, preexec_fn=follow_us)
     asked = False
 
     def forward(number: int, _: object) -> None:
@@ -75,8 +89,11 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> int:
     try:
         code = launcher.wait()
         for orphan in psutil.Process().children(recursive=True):
-            orphan.wait()
-        return code
+            with suppress(psutil.NoSuchProcess):
+                if asked:
+                    orphan.terminate()  # it may have been too young to notice that its launcher is gone
+                orphan.wait()
+        return code, asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
