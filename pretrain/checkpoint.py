@@ -117,11 +117,13 @@ def verify(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. Reads every byte."""
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-        files = manifest["files"].items()
+        files, step = manifest["files"].items(), manifest["step"]
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, AttributeError):
         return f"{MANIFEST} is damaged"
+    if (match := _NAME.fullmatch(path.name)) and int(match[1]) != step:
+        return f"by its {MANIFEST} it is of step {step:,}"
     for name, entry in files:
         file = path / name
         if not file.exists():
