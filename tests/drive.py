@@ -1,11 +1,14 @@
-"""Drives the product's own start and loop for a few steps, in this process or as one rank of a group, and says what came of it."""
+"""Drives the product's own start and loop, in this process or as one rank of a group, and says what came of it."""
 
+import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from pretrain import config, launch, train
 from pretrain import model as models
@@ -13,35 +16,74 @@ from pretrain.job import Job, start
 from pretrain.resume import Progress
 from pretrain.strategies import OPTIONS
 
+Weights = Mapping[str, npt.NDArray[np.float32]]
+Rows = list[dict[str, Any]]
+torch.set_num_threads(1)
 
-def never_stopping() -> Any:
-    """Stands in for StopRequests, which would take over the signals of the test's process."""
-    return types.SimpleNamespace(agreed=lambda group: None, watch=lambda path: None, at_once=print)
+
+def stops(after: int | None = None) -> Any:
+    """Stands in for StopRequests, which would take over the signals of the test's process; asks to stop after so many steps."""
+    asked = iter(range(10**9))
+    agreed = lambda group: "SIGTERM" if next(asked) == after else None  # noqa: E731
+    return types.SimpleNamespace(agreed=agreed, watch=lambda path: None, at_once=print)
 
 
-def begin(path: Path, overrides: Sequence[str] = ()) -> tuple[Job, Progress]:
+def begin(path: Path, overrides: Sequence[str] = (), stop_after: int | None = None) -> tuple[Job, Progress]:
     cfg = config.load(path, overrides, OPTIONS)
-    return start(cfg, path, list(overrides), launch.read_world(), [], never_stopping())
+    return start(cfg, path, list(overrides), launch.read_world(), [], stops(stop_after))
 
 
-def steps(job: Job, progress: Progress, count: int) -> list[Mapping[str, float]]:
+def steps(job: Job, progress: Progress, count: int) -> Rows:
     """`count` updates as the loop makes them: the global loss, the gradient norm and the windows of each."""
     rows = []
     for _ in range(count):
         batch, loss_sum, result = train.update(job, progress.step + 1, progress.position)
         train.advance(job, progress, batch)
         loss = float(job.strategy.reduce_sum(loss_sum)) / batch.tokens
-        rows.append({"loss": loss, "grad_norm": float(result.grad_norm), "applied": bool(result.applied), "windows": batch.windows_hash})
+        rows.append({"loss": loss, "grad_norm": float(result.grad_norm), "windows": batch.windows_hash, "tokens": progress.tokens})
     return rows
 
 
-def weights(job: Job) -> dict[str, np.ndarray]:
+def weights(job: Job) -> Weights:
     return {name: tensor.detach().numpy().copy() for name, tensor in models.plain_state(job.strategy.module).items()}
 
 
-def run(path: Path, overrides: Sequence[str] = (), count: int = 3) -> tuple[list[Mapping[str, float]], dict[str, np.ndarray]]:
-    """From the start: (rows, weights after the last of them)."""
+def run(path: Path, overrides: Sequence[str] = (), count: int = 3) -> tuple[Rows, Weights]:
+    """From step 0: (rows, weights after the last of them)."""
     job, progress = begin(path, overrides)
     rows = steps(job, progress, count)
     job.loader.close()
     return rows, weights(job)
+
+
+def whole(path: Path, overrides: Sequence[str] = (), stop_after: int | None = None,
+          tamper: Callable[[Job], None] | None = None) -> tuple[Rows, Weights, str | None]:  # fmt: skip
+    """The real loop with its records: (this start's lines of metrics.jsonl on the main process, weights, reason to stop)."""
+    job, progress = begin(path, overrides, stop_after)
+    before = progress.step
+    if tamper:
+        tamper(job)
+    try:
+        reason = train.train(job, progress)
+    finally:
+        job.loader.close()
+        if job.tracker:
+            job.tracker.finish()
+    rows = [row for row in lines(job.cfg.folder / "metrics.jsonl") if row["step"] > before] if job.is_main else []
+    return rows, weights(job), reason
+
+
+def lines(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def distance(a: Weights, b: Weights) -> float:
+    """Of all weights together, as a share of their norm."""
+    apart = np.sqrt(sum(float(((a[name] - b[name]).astype(np.float64) ** 2).sum()) for name in a))
+    return float(apart / np.sqrt(sum(float((w.astype(np.float64) ** 2).sum()) for w in a.values())))
+
+
+def largest_difference(a: Weights, b: Weights) -> tuple[float, str]:
+    """(largest difference of one number, the tensor that it is in)."""
+    assert a.keys() == b.keys()
+    return max((float(np.abs(a[name] - b[name]).max()), name) for name in a)

@@ -55,7 +55,13 @@ class Ranks:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise RankError(f"rank {rank} gave no answer within {_DEADLINE:.0f} s; had answered: {outcomes}")
-            outcomes.append(pipe.recv())
+            try:
+                outcomes.append(pipe.recv())
+            except EOFError:
+                self._processes[rank].join(5)
+                status = self._processes[rank].exitcode
+                self.close()
+                raise RankError(f"rank {rank} died with status {status}; see its standard error") from None
         return outcomes
 
     def close(self) -> None:
@@ -76,6 +82,7 @@ class Ranks:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores cost minutes
     import torch
 
     torch.set_num_threads(1)
@@ -107,7 +114,8 @@ def _forget() -> None:
     AcceleratorState._reset_state(True)
     PartialState._reset_state()
     for lock in runfolder._owned.values():
-        lock.close()
+        if lock:
+            lock.close()
     runfolder._owned.clear()
     for name in _VARIABLES:
         os.environ.pop(name, None)
