@@ -28,7 +28,7 @@ class StopRequests:
         self._requested = 0
         self.at_once: Callable[[str], object] = print  # told why, before a process ends at once
         self._launcher = os.getppid()
-        self._gone = False
+        self._gone, self._follow = False, follow_launcher and sys.platform == "linux"
         self._asked = threading.Event()
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._stop_file: Path | None = None
@@ -39,7 +39,7 @@ class StopRequests:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, args=(read,), name="stop-requests", daemon=True).start()
-        if follow_launcher and sys.platform == "linux":  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
+        if self._follow:  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if orphaned or os.getppid() != self._launcher:
                 self._requested = _LAUNCHER_GONE
@@ -86,6 +86,8 @@ class StopRequests:
 
     def _receive(self, number: signal.Signals) -> None:
         self._asked.set()
+        if self._follow:
+            time.sleep(0.1)  # a launcher's dying threads hand us to one another, with a signal each time, before it is gone
         if os.getppid() != self._launcher:  # its death is one request, however often the kernel says so
             if not self._gone:
                 self._gone = True
