@@ -74,7 +74,7 @@ class Model:
     vocab_size: int | None = key(None, "rows of the embedding that stand for tokens (default: the tokenizer's)")
     dropout: float = key(0.0, "after embeddings, attention and both halves of a block")
     init_from: str | None = key(None, "a Hugging Face folder or name whose weights to start from")
-    build: str | None = key(None, "`module:function` that makes the model in place of ours: (config, model config) -> module")
+    build: str | None = key(None, "`module:function` that makes the model in place of ours: model config -> module")
     activation_checkpointing: bool = key(False, "recompute each block in the backward: less memory, about a third more work", free=True)
 
 
