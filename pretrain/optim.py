@@ -67,7 +67,7 @@ class MuonAndAdamW(Optimizer):
         momentum = 0.95 if optim.momentum is None else optim.momentum
         pieces = [nn.Parameter(self._piece(p.detach(), p, part)) for p, part in self._views]
         self._muon = Muon(pieces, lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        self.param_groups = [*self._muon.param_groups, *adamw.param_groups]
+        self.param_groups += adamw.param_groups  # whole parameters, for whoever unscales or zeroes gradients
         for p, _ in hidden:
             self.state[p] = {MUON_STATE: torch.zeros_like(p)}
         for piece, (p, part) in zip(pieces, self._views, strict=True):
@@ -83,6 +83,7 @@ class MuonAndAdamW(Optimizer):
         before = [(piece.clone(), self._muon.state[piece][MUON_STATE].clone()) for piece in pieces]
         for piece, (p, part) in zip(pieces, self._views, strict=True):
             piece.grad = None if p.grad is None else self._piece(p.grad, p, part)
+        self._muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         self._muon.step()
         for piece, (weight, momentum) in zip(pieces, before, strict=True):
             if self.found_inf is not None:  # torch's Muon knows no gate: put back what a refused update touched
@@ -93,10 +94,6 @@ class MuonAndAdamW(Optimizer):
             piece.grad = None
         gated_step(self._adamw, self.found_inf)
         self.state.update(self._adamw.state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for p in (*(p for p, _ in self._views), *(p for group in self._adamw.param_groups for p in group["params"])):
-            p.grad = None
 
 
 def gated_step(optimizer: Optimizer, found_inf: Tensor | None) -> None:

@@ -73,7 +73,7 @@ def train(job: Job, progress: Progress) -> str | None:
         evaluate(job, progress)
     while not job.layout.finished(progress.step, progress.position):
         if reason := job.stops.agreed(job.control):
-            save(job, progress, watch)
+            save(job, progress, watch, must=True)
             return reason
         with watch.hang:
             step = progress.step + 1
@@ -92,7 +92,7 @@ def train(job: Job, progress: Progress) -> str | None:
         if every.sample_every and (last or step % every.sample_every == 0):
             sample(job)
         if last or (every.checkpoint_every and step % every.checkpoint_every == 0):
-            save(job, progress, watch)
+            save(job, progress, watch, must=last)
     return None
 
 
@@ -166,12 +166,12 @@ def sample(job: Job) -> None:
             job.say("  | " + text.strip().replace("\n", "\n  | "))
 
 
-def save(job: Job, progress: Progress, watch: Watch) -> None:
-    """A checkpoint of the step just finished, unless there is one. A save that fails is reported and tried again at the next interval."""
-    folder = job.cfg.folder / "checkpoints"
-    done = checkpoint.path_of(folder, progress.step)
-    if progress.step == 0 or (done / checkpoint.MANIFEST).exists():
+def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
+    """A checkpoint of the step just finished, unless there is one. A save that fails is reported and tried again at the next interval;
+    where there is none (`must`) it ends the run as failed, since nothing would hold its last steps."""
+    if progress.step == watch.saved_step:
         return
+    folder = job.cfg.folder / "checkpoints"
     watch.gather()
     numbers = {
         "progress": {**asdict(progress), "attempt": 0},
@@ -186,13 +186,16 @@ def save(job: Job, progress: Progress, watch: Watch) -> None:
     }
     with job.clock.apart("checkpoint"):
         try:
-            checkpoint.save(folder, progress.step, job.strategy.state(), numbers, job.described, job.control)
+            done = checkpoint.save(folder, progress.step, job.strategy.state(), numbers, job.described, job.control)
         except CheckpointError as error:
+            if must:
+                raise
             free = shutil.disk_usage(job.cfg.folder).free
             job.say(
                 f"step {progress.step:,}: no checkpoint was written: {error}; {free / 1e6:,.0f} MB are free; earlier checkpoints stand, the next interval tries again"
             )
             return
+        watch.saved_step = progress.step
         if job.is_main:
             checkpoint.rotate(folder, progress.step, job.cfg.train.keep_last, job.cfg.train.keep_every)
     job.say(f"step {progress.step:,}/{job.layout.steps:,}  checkpoint {done}")
@@ -271,7 +274,7 @@ def explain(error: Exception) -> str:
         return f"out of memory: halve batch.micro (it trains exactly the same), or set model.activation_checkpointing=true; {text[:200]}"
     if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited")):
         return f"lost contact with another rank, which was killed or crashed ({text[:120]})"
-    return text if isinstance(error, NonFinite | ConfigError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, NonFinite | ConfigError | CheckpointError) else f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":
