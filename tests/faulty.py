@@ -1,0 +1,78 @@
+"""A GPT-2 that fails on order, for `model.build=faulty:model`. The orders are in the environment:
+
+FAULT=KIND:RANK:STEP   on that rank, at that step: raise | oom | nan | hang | kill; or init: begins with another weight
+PACE=SECONDS           each training forward takes so much longer, so that a signal finds it under way
+GATE_EVALUATION=FILE   each evaluation on rank 0 makes FILE.here, waits for FILE, and removes both
+GATE_SAVE=FILE         so does each checkpoint, before its manifest is written
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain import checkpoint
+from pretrain.model import PretrainGPT2
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def wait_at(gate: str) -> None:
+    here = Path(f"{gate}.here")
+    here.touch()
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    here.unlink()
+    Path(gate).unlink()
+
+
+class Faulty(PretrainGPT2):
+    """One training forward per step, that of the warm-up first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.step = -1
+        kind, rank, at = (os.environ.get("FAULT") or "none:0:1").split(":")
+        self.kind, self.at = kind if int(rank) == RANK else "none", int(at)
+
+    def initialise(self, seed: int) -> None:
+        super().initialise(seed)
+        if self.kind == "init":
+            with torch.no_grad():
+                self.transformer.wpe.weight[0, 0] += 1
+
+    def forward(self, inputs_BT: Any, targets_BT: Any) -> Any:
+        if not self.training:
+            if RANK == 0 and (gate := os.environ.get("GATE_EVALUATION")):
+                wait_at(gate)
+            return super().forward(inputs_BT, targets_BT)
+        self.step += 1
+        time.sleep(float(os.environ.get("PACE", "0")))
+        now = self.step == self.at
+        if now and self.kind == "raise":
+            raise RuntimeError("a fault made to order")
+        if now and self.kind == "oom":
+            torch.empty(1 << 50)
+        if now and self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if now and self.kind == "hang":
+            while True:
+                time.sleep(1)
+        loss_sum, tokens = super().forward(inputs_BT, targets_BT)
+        return (loss_sum * float("nan") if now and self.kind == "nan" else loss_sum), tokens
+
+
+model = Faulty
+
+if gate := os.environ.get("GATE_SAVE"):
+    write_json = checkpoint._write_json
+
+    def gated_write(path: Path, content: Any) -> None:
+        if path.name == checkpoint.MANIFEST:
+            wait_at(gate)
+        write_json(path, content)
+
+    checkpoint._write_json = gated_write

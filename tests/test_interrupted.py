@@ -1,0 +1,260 @@
+"""Interrupted and resumed = uninterrupted: bit for bit on the same layout, to rounding on another (promises 2, 3 and 4)."""
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import (
+    SEQUENCE,
+    Launch,
+    checkpoints,
+    launch,
+    losses,
+    make_set,
+    pretrain_train,
+    python,
+    read_lines,
+    run,
+    training_metrics,
+    weights,
+    write_config,
+)
+
+from pretrain import checkpoint, config, export, resume
+from pretrain.inspection import check_ledger
+
+pytestmark = pytest.mark.launch
+WINDOWS, EPOCHS, STEPS, LAST = 100, 1.91, 24, 191  # 24 updates of 8 windows; the second epoch's last update has 7
+PACE = "0.04"
+
+
+def four(path: Path, *overrides: str) -> list[str]:
+    return pretrain_train(path, *overrides, flags=["--num_processes", "4"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs of one module")
+
+
+@pytest.fixture(scope="module")
+def path(place: Path) -> Path:
+    """Dropout, two epochs in different orders, a checkpoint every 4 updates, a short last update."""
+    data = make_set(place / "set", tokens=WINDOWS * SEQUENCE + 5, val_tokens=20 * SEQUENCE + 1)
+    return write_config(
+        place / "config.yaml",
+        data,
+        run={"dir": str(place / "runs")},
+        model={"dropout": 0.1, "build": "faulty:model"},
+        train={"max_steps": None, "epochs": EPOCHS, "eval_every": 6, "checkpoint_every": 4, "keep_last": 100},
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path, path: Path) -> Launch:
+    """The uninterrupted run on 4 ranks, with W&B offline (B90)."""
+    status, started = run(four(path, "run.name=whole", "track.wandb=offline"), place / "runs" / "whole", cwd=place)
+    assert status == 0, started.story()
+    return started
+
+
+def folder_of(started: Launch) -> Path:
+    assert started.folder is not None
+    return started.folder
+
+
+def windows(folder: Path) -> dict[int, tuple[Any, str]]:
+    """What each step that counts was trained on."""
+    return {line["step"]: (line["position"], line["windows"]) for line in read_lines(folder / "ledger.jsonl")}
+
+
+def test_uninterrupted(whole: Launch) -> None:
+    """B79 by epochs, B90: ends with the last window, and four ranks keep one record."""
+    folder = folder_of(whole)
+    status = whole.status()
+    assert (status["state"], status["exit_status"], status["step"]) == ("finished", 0, STEPS)
+    assert checkpoints(folder) == [4, 8, 12, 16, 20, 24]
+    train = [m for m in whole.metrics() if "loss" in m]
+    assert [m["step"] for m in train] == list(range(1, STEPS + 1))
+    assert [m["step"] for m in whole.metrics() if "val_loss" in m] == [0, 6, 12, 18, 24]
+    assert (train[-1]["position"], train[-1]["tokens"]) == (LAST, LAST * SEQUENCE)
+    assert windows(folder)[STEPS][0] == [LAST - 7, LAST]
+    assert len({hashed for _, hashed in windows(folder).values()}) == STEPS  # the second epoch is another order
+    assert len(list((folder / "logs" / "wandb").glob("offline-run-*"))) == 1
+    lines = [line for line in whole.out.splitlines() if line.startswith("step ")]
+    assert len(lines) == len(set(lines)) == STEPS + 5 + 6
+    assert sum("ready for step 1 " in line for line in whole.out.splitlines()) == 1
+
+
+def test_killed_three_times(whole: Launch, place: Path, path: Path) -> None:
+    """The same command after SIGKILL of one rank, of the launcher, and of everything, each in an arbitrary step."""
+    rng = random.Random(20)
+    folder = place / "runs" / "killed"
+    kills = rng.sample(["a rank", "the launcher", "everything"], 3)
+    for kill, step in zip(kills, (rng.randint(5, 7), rng.randint(11, 14), rng.randint(17, 19)), strict=True):
+        with launch(four(path, "run.name=killed"), folder, cwd=place, PACE=PACE) as started:
+            started.wait_for_step(step)
+            if kill == "a rank":
+                started.rank(rng.randrange(4)).kill()
+            elif kill == "the launcher":
+                next(p for p in started.alive() if "accelerate.commands.launch" in p.cmdline()).kill()
+            else:
+                started.kill()
+            assert started.wait(25) != 0
+        assert max(checkpoints(folder)) < STEPS, "it was over before it was killed"
+    status, started = run(four(path, "run.name=killed"), folder, cwd=place)
+    assert status == 0, started.story()
+
+    assert training_metrics(folder) == training_metrics(folder_of(whole))
+    assert windows(folder) == windows(folder_of(whole))
+    assert weights(folder, STEPS) == weights(folder_of(whole), STEPS)
+    assert exported(folder) == exported(folder_of(whole))
+    assert read_lines(folder / "metrics.jsonl")[-1]["step"] == STEPS
+    assert max(m.get("restarts", 0) for m in started.metrics()) == 3
+    assert f"steps 1 to {STEPS} join without gap or overlap" in check_ledger(folder / "ledger.jsonl")[0]
+
+
+def exported(folder: Path) -> bytes:
+    output = folder.with_name(f"{folder.name}, exported")
+    export.export(export.open_trained(folder, print), output)
+    return (output / "model.safetensors").read_bytes()
+
+
+def test_fewer_ranks_and_damaged_checkpoints(whole: Launch, place: Path, path: Path) -> None:
+    """4 ranks, then 2, then 1, and the last start finds its two newest checkpoints damaged (B68, B74)."""
+    folder = place / "runs" / "fewer"
+    shutil.copytree(folder_of(whole), folder)
+    for step in (12, 16, 20, 24):
+        shutil.rmtree(checkpoint.path_of(folder / "checkpoints", step))
+    with launch(pretrain_train(path, "run.name=fewer", flags=["--num_processes", "2"]), folder, cwd=place, PACE=PACE) as started:
+        started.wait_for("resumption", lambda: "step_00000008 at step 8" in started.out)
+        started.wait_for_line("checkpoint " + str(checkpoint.path_of(folder / "checkpoints", 16)))
+        started.signal(signal.SIGTERM)
+        assert started.wait(25) == 75
+    left = checkpoints(folder)
+    assert left[:4] == [4, 8, 12, 16]
+    assert left[-1] < STEPS, "it was over before it was asked to stop"
+    newest, before, expected = (checkpoint.path_of(folder / "checkpoints", step) for step in left[:-4:-1])
+    next((newest / "model").iterdir()).unlink()
+    moments = next((before / "optimizer").iterdir())
+    moments.write_bytes(moments.read_bytes()[:-1])
+
+    status, last = run(python(path, "run.name=fewer"), folder, cwd=place)
+    assert status == 0, last.story()
+    lines = last.out.splitlines()
+    assert any(f"skipping checkpoint {newest}: " in line and "is missing" in line for line in lines)
+    assert any(f"skipping checkpoint {before}: optimizer/" in line and "bytes instead of" in line for line in lines)
+    assert any(line.startswith(f"resuming from {expected} at step {int(expected.name[5:])}") for line in lines)
+    assert any("world_size: 2 -> 1" in line for line in lines)
+
+    assert windows(folder) == windows(folder_of(whole))
+    a, b = training_metrics(folder), training_metrics(folder_of(whole))
+    assert [(m["step"], m.get("lr"), m.get("tokens"), m.get("position")) for m in a] == [(m["step"], m.get("lr"), m.get("tokens"), m.get("position")) for m in b]  # fmt: skip
+    for key in ("loss", "grad_norm", "val_loss"):
+        np.testing.assert_allclose([m[key] for m in a if key in m], [m[key] for m in b if key in m], rtol=1e-5)
+    check_ledger(folder / "ledger.jsonl")
+
+
+def test_end_rotation_and_a_finished_run(whole: Launch, place: Path, path: Path) -> None:
+    """B78, B79: the true last step is saved, once; only old checkpoints of this run are deleted; a finished run says so."""
+    base = ["run.name=short", "train.epochs=null", "train.eval_every=0"]
+    folder = place / "runs" / "short"
+    foreign = folder / "checkpoints" / "step_99999999"
+    shutil.copytree(checkpoint.path_of(folder_of(whole) / "checkpoints", STEPS), foreign)
+    junk = folder / "checkpoints" / "step_12345678"
+    junk.mkdir()
+    (junk / "notes.txt").write_text("mine")
+
+    status, first = run(python(path, *base, "train.max_steps=7", "train.checkpoint_every=5", "train.keep_last=2"), folder, cwd=place)
+    assert status == 2, "only damaged checkpoints are there: starting over is the user's decision"
+    assert f"none of the 2 checkpoints in {folder}/checkpoints is valid" in first.err
+
+    aside = place / "aside"
+    (folder / "checkpoints").rename(aside)
+    status, first = run(python(path, *base, "train.max_steps=7", "train.checkpoint_every=5", "train.keep_last=2"), folder, cwd=place)
+    assert status == 0, first.story()
+    assert checkpoints(folder) == [5, 7]
+    assert first.out.count("checkpoint ") - first.out.count("earlier") == 2
+
+    shutil.copytree(aside, folder / "checkpoints", dirs_exist_ok=True)
+    command = python(path, *base, "train.max_steps=10", "train.checkpoint_every=1", "train.keep_last=2", "run.resume=must")
+    status, second = run(command, folder, cwd=place)
+    assert status == 0, second.story()
+    assert "by its manifest.json it is of step 24" in second.out
+    assert "step_00000007 at step 7" in second.out
+    assert checkpoints(folder) == [9, 10, 12345678, 99999999]
+    assert checkpoint.verify(foreign) is not None
+    assert (foreign / checkpoint.MANIFEST).exists()
+    assert (junk / "notes.txt").exists()
+
+    status, third = run(command, folder, cwd=place)
+    assert status == 0
+    assert f"{folder} is finished: step 10" in third.out
+    assert third.status()["state"] == "finished"
+    assert losses(folder)[-1] == second.metrics()[-1]["loss"]
+
+
+@pytest.fixture
+def start(whole: Launch, place: Path, path: Path) -> Callable[[str], resume.Start]:
+    """start("auto"): where run.resume=auto would start, in the finished run's folder."""
+    return lambda value, name="whole": resume.find_start(config.load(path, [f"run.name={name}", f"run.resume={value}"]), print)
+
+
+def test_resume_values(start: Callable[..., resume.Start], whole: Launch) -> None:
+    """B77: every value does what it says, and says what it did."""
+    folder = folder_of(whole)
+    newest = checkpoint.path_of(folder / "checkpoints", STEPS)
+    assert start("auto").checkpoint == start("must").checkpoint == newest
+    assert start("auto").progress.step == STEPS
+    assert start(f"{folder}/", "another").checkpoint == newest
+    assert start(f"{checkpoint.path_of(folder / 'checkpoints', 8)}/", "another").progress.position == 64
+    assert start("auto", "another").checkpoint is start("never", "another").checkpoint is None
+    for value, name, expected in [("never", "whole", "run.resume=never, but"), ("must", "another", "there is no checkpoint in"),
+                                  ("latest", "whole", "no such checkpoint; write auto, never, must, or the path"), ("''", "whole", "write auto, never, must"),
+                                  (str(folder / "logs"), "whole", "manifest.json is missing")]:  # fmt: skip
+        with pytest.raises(config.ConfigError, match=expected):
+            start(value, name)
+
+
+def test_resume_at_step_90000_reads_nothing_before_it(tmp_path: Path) -> None:
+    """B65, on a set that would take minutes to read through."""
+    data = make_set(tmp_path / "set")
+    manifest = json.loads((data / "manifest.json").read_text())
+    entry = manifest["files"]["train"][0]
+    with open(data / entry["name"], "r+b") as file:
+        file.seek(8)
+        file.write(np.array([200_000 * SEQUENCE + 1], "<i4").tobytes())
+        file.truncate(1024 + 2 * (200_000 * SEQUENCE + 1))
+    for other in manifest["files"]["train"][1:]:
+        (data / other["name"]).unlink()
+    manifest["files"]["train"] = [{**entry, "tokens": 200_000 * SEQUENCE + 1}]
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    path = write_config(tmp_path / "far.yaml", data, batch={"tokens": 2 * SEQUENCE}, train={"max_steps": 90_002, "log_every": 1})
+    folder = tmp_path / "runs" / "far"
+    with launch(python(path), folder, cwd=tmp_path) as started:
+        started.wait_for_step(2)
+        started.signal(signal.SIGTERM)
+        assert started.wait(20) == 75
+
+    step = started.status()["step"]
+    far = checkpoint.path_of(folder / "checkpoints", step).rename(checkpoint.path_of(folder / "checkpoints", 90_000))
+    state = json.loads((far / "state.json").read_text())
+    state["progress"] |= {"step": 90_000, "position": 180_000}
+    (far / "state.json").write_text(json.dumps(state))
+    record = json.loads((far / "manifest.json").read_text())
+    record["step"], record["files"]["state.json"] = 90_000, checkpoint._describe(far / "state.json")
+    (far / "manifest.json").write_text(json.dumps(record))
+
+    status, again = run(python(path), folder, cwd=tmp_path)
+    assert status == 0, again.story()
+    last = [m for m in again.metrics() if m["step"] > 90_000]
+    assert [m["position"] for m in last] == [180_002, 180_004]
+    ready = float(again.wait_for_line("ready for step 90,001 after").split("after ")[1].split("s")[0])
+    assert ready < 10
+    assert last[0]["data_seconds"] < 1

@@ -1,0 +1,178 @@
+"""Asked to stop, every form of launch ends at a step boundary with a checkpoint of that step, and goes on from there (promises 3, 4, 6)."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, python, read_lines, several, write_config
+
+from pretrain import checkpoint
+from pretrain.inspection import check_ledger
+
+pytestmark = pytest.mark.launch
+SOON = 25.0  # seconds in which a launch must be gone after a request
+TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
+
+
+@pytest.fixture
+def config(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ends only when it is asked to; 4 windows per update, for 1 or 2 processes."""
+    data = make_set(tmp_path_factory.mktemp("sets") / "set")
+    return write_config(tmp_path / "long.yaml", data, batch={"tokens": 64, "micro": 2}, train={"max_steps": 10**6}, model={"build": "faulty:model"})  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "long"
+
+
+def check_stopped(started: Launch, reason: str, exit_status: int | None = 75) -> int:
+    """Everything is gone soon, and what was trained is in a checkpoint. Returns the step reached."""
+    found = started.wait(SOON)
+    assert found == exit_status if exit_status is not None else found != 0, started.story()
+    status = started.status()
+    assert (status["state"], status["exit_status"], status["reason"]) == ("stopped", 75, reason), started.story()
+    steps = [m["step"] for m in started.metrics()]
+    assert steps == list(range(1, status["step"] + 1))  # each once, over all restarts
+    assert started.folder is not None
+    newest = checkpoint.path_of(started.folder / "checkpoints", status["step"])
+    assert checkpoint.verify(newest) is None
+    assert checkpoint.read_json(newest, "state.json")["progress"]["position"] == 4 * status["step"]
+    assert f"stopped on request ({reason}) at step {status['step']:,}" in started.out
+    assert "failed" not in started.out
+    return int(status["step"])
+
+
+def go_on(started: Launch, after: int) -> None:
+    """Wait until it has resumed after step `after` and made two steps more."""
+    started.wait_for_step(after + 2)
+    if after:
+        assert f"step_{after:08d} at step {after}" in started.out
+
+
+def test_one_process_stops_on_each_signal_and_goes_on(config: Path, folder: Path, tmp_path: Path) -> None:
+    reached = 0
+    for number in (TERM, INT, USR1):
+        with launch(pretrain_train(config), folder, cwd=tmp_path) as started:
+            go_on(started, reached)
+            started.signal(number)
+            reached = check_stopped(started, "SIGTERM")
+    check_ledger(folder / "ledger.jsonl")
+
+
+def test_two_processes_stop_together(config: Path, folder: Path, tmp_path: Path) -> None:
+    """A signal to the command, to one rank alone, a stop file, and the command's own death."""
+    command = pretrain_train(config, flags=["--num_processes", "2"])
+    with launch(command, folder, cwd=tmp_path) as started:
+        go_on(started, 0)
+        started.signal(TERM)
+        reached = check_stopped(started, "SIGTERM")
+
+    (folder / "stop").touch()  # a leftover: no reason to stop the next start
+    with launch(command, folder, cwd=tmp_path) as started:
+        go_on(started, reached)
+        started.rank(1).send_signal(USR1)
+        reached = check_stopped(started, "SIGUSR1")
+
+    with launch(command, folder, cwd=tmp_path) as started:
+        go_on(started, reached)
+        (folder / "stop").touch()
+        reached = check_stopped(started, "stop file")
+        assert not (folder / "stop").exists()
+
+    with launch(command, folder, cwd=tmp_path) as started:
+        go_on(started, reached)
+        started.process.kill()
+        check_stopped(started, "SIGTERM", exit_status=-KILL)
+    check_ledger(folder / "ledger.jsonl")
+
+
+def ctrl_c(started: Launch) -> None:
+    os.killpg(started.process.pid, INT)  # a terminal sends it to the launcher and to whatever shares its group
+
+
+def send(number: int) -> Callable[[Launch], None]:
+    return lambda started: started.signal(number)
+
+
+def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
+    """Accelerate's launcher dies of SIGTERM with one process and forwards it with two; killed, it can do neither. No trainer is left."""
+    one = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    reached = 0
+    for flags, ask, reason in [(one, send(TERM), "the launcher is gone"), (several(2), send(TERM), "SIGTERM"),
+                               (several(2), ctrl_c, "SIGINT"), (several(2), send(KILL), "the launcher is gone")]:  # fmt: skip
+        with launch(accelerate(flags, config), folder, cwd=tmp_path) as started:
+            go_on(started, reached)
+            ask(started)
+            reached = check_stopped(started, reason, exit_status=None)
+
+
+def test_before_the_first_step(config: Path, folder: Path, tmp_path: Path) -> None:
+    """While Python is still importing, and during the evaluation before step 1."""
+    with launch(pretrain_train(config), folder, cwd=tmp_path) as started:
+        started.wait_for("the trainer", lambda: trainers(started))
+        started.signal(TERM)
+        assert started.wait(SOON) == 75
+        assert "stopped on request" in started.out
+
+    with launch(accelerate(["--num_processes", "1"], config), folder, cwd=tmp_path) as started:
+        started.wait_for("the trainer", lambda: trainers(started))
+        started.signal(TERM)
+        assert started.wait(SOON) != 0
+    assert checkpoints(folder) in ([], [1])
+
+    gate = tmp_path / "gate"
+    with launch(python(config, "train.eval_every=1000", "run.name=gated"), tmp_path / "runs" / "gated", cwd=tmp_path, GATE_EVALUATION=str(gate)) as started:  # fmt: skip
+        started.wait_for_file(Path(f"{gate}.here"))
+        started.signal(TERM)
+        gate.touch()
+        assert started.wait(SOON) == 75
+        assert started.status()["state"] == "stopped"
+        assert started.status()["step"] == 0
+
+
+def trainers(started: Launch) -> list[psutil.Process]:
+    return [p for p in started.alive() if any(word.endswith("train.py") for word in p.cmdline()[1:2])]
+
+
+def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Path) -> None:
+    """A request during a save lets it finish; a second request ends everything at once, and the checkpoint before stands."""
+    gate = tmp_path / "gate"
+    here = Path(f"{gate}.here")
+    with launch(python(config, "train.checkpoint_every=3"), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+        started.wait_for_file(here)
+        started.signal(TERM)
+        gate.touch()
+        assert check_stopped(started, "SIGTERM") == 3
+
+    command = pretrain_train(config, "train.checkpoint_every=3", flags=["--num_processes", "2"])
+    with launch(command, folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+        started.wait_for_file(here)
+        gate.touch()
+        started.wait_for_line("step 6/1,000,000  checkpoint")
+        started.signal(TERM)
+        started.wait_for("the stop's checkpoint", lambda: here.exists() and not gate.exists())
+        started.signal(TERM)
+        assert started.wait(5) == 1
+        assert started.status()["state"] == "failed"
+    assert_only_complete(folder, [3, 6])
+
+    with launch(python(config, "train.checkpoint_every=3"), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+        here.unlink()
+        started.wait_for_file(here)
+        started.signal(TERM)
+        started.signal(INT)
+        assert started.wait(5) == 1
+        assert "second request to stop (SIGINT)" in started.status()["reason"]
+        assert "step_00000006 at step 6" in started.out
+    assert_only_complete(folder, [3, 6])
+
+
+def assert_only_complete(folder: Path, steps: list[int]) -> None:
+    found: dict[int, Any] = {step: checkpoint.verify(path) for step, path in checkpoint.numbered(folder / "checkpoints")}
+    assert found == dict.fromkeys(steps)
+    assert read_lines(folder / "metrics.jsonl")
