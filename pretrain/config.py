@@ -54,6 +54,7 @@ class Run:
     resume: str = key("auto", "`auto`, `never`, `must`, or the path of a checkpoint to start from", free=True)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of forward and backward; weights stay fp32")
     device: Literal["auto", "cpu", "cuda", "mps"] = key("auto", "`auto` takes GPUs where there are some", free=True)
+    tf32: bool = key(True, "on GPUs, let fp32 matrix products round their inputs to TF32 (10 bits of mantissa)")
     deterministic: bool = key(False, "use only deterministic kernels (slower on GPUs; CPUs need nothing)")
 
 

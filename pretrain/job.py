@@ -229,7 +229,7 @@ def _send_errors_to(path: Path) -> None:
 
 
 def _set_kernels(cfg: Config) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # fp32 matrix products keep 10 bits of mantissa on GPUs
+    torch.set_float32_matmul_precision("high" if cfg.run.tf32 else "highest")
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -6,7 +6,7 @@ Shape suffixes: B sequences, T tokens, D width, V rows of the embedding, N = B·
 import hashlib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -101,17 +101,21 @@ def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tens
 def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
     """The model on the CPU in fp32, initialised. Raises ConfigError where `init_from` or `build` does not fit."""
     vocab_size = cfg.model.vocab_size or vocab_size
-    if cfg.model.init_from:
-        found = _from_pretrained(cfg, vocab_size)
-        model = _make(_with_dropout(found.config, cfg.model.dropout), vocab_size, cfg.model.build)
-        load_plain(model, found.state_dict())
+    found = _from_pretrained(cfg, vocab_size) if cfg.model.init_from else None
+    if found is not None:
+        config = found.config
     else:
         n_layer, n_head, n_embd = cfg.shape
         config = GPT2Config(
             n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=cfg.data.sequence_length, bos_token_id=eos_id, eos_token_id=eos_id
         )
-        model = _make(_with_dropout(config, cfg.model.dropout), vocab_size, cfg.model.build)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = cfg.model.dropout
+    torch.manual_seed(cfg.init_seed)
+    model = _make(config, vocab_size, cfg.model.build)
+    if isinstance(model, PretrainGPT2):  # any other module has initialised itself
         model.initialise(cfg.init_seed)
+    if found is not None:
+        load_plain(model, found.state_dict())
     if cfg.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -127,25 +131,28 @@ def from_description(described: Mapping[str, Any]) -> PretrainGPT2:
     return _make(GPT2Config.from_dict(dict(described["config"])), described["vocab_size"], described["build"])
 
 
-def _with_dropout(config: GPT2Config, dropout: float) -> GPT2Config:
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
-    return config
-
-
 def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT2:
-    """On the CPU in training mode; every weight 0."""
+    """On the CPU in training mode, with `config` (padded rows counted) and `vocab_size` attached; ours with weights still to be filled.
+
+    What `build` names may be any module with our forward; it is typed as ours for the attributes that it gets here.
+    """
     config.vocab_size = -(-vocab_size // _PAD_ROWS_TO) * _PAD_ROWS_TO
     config._attn_implementation = "sdpa"
     config.activation_function = "gelu_pytorch_tanh"  # GPT-2's gelu_new in one kernel: the same function, a fifth of the step on a CPU
-    make = cast(Callable[[GPT2Config], PretrainGPT2], _custom(build) if build else PretrainGPT2)
-    with torch.device("meta"):
-        model = make(config)
-    model.to_empty(device="cpu")
-    model.tie_weights()
+    if build:
+        model: PretrainGPT2 = _custom(build)(
+            config
+        )  # as its author builds it: buffers computed in a constructor don't survive the meta device
+        model.config = config
+    else:
+        with torch.device("meta"):
+            model = PretrainGPT2(config)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
     model.vocab_size = vocab_size
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
     model.train()
     return model
 
