@@ -35,7 +35,7 @@ def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
     folder = cfg.folder / "checkpoints"
     existing = checkpoint.numbered(folder)
     if cfg.run.resume not in ("auto", "never", "must"):
-        path = _given(Path(cfg.run.resume), say)
+        path = _given(cfg.run.resume, say)
     elif cfg.run.resume == "never":
         if existing:
             raise ConfigError(
@@ -93,14 +93,15 @@ def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, An
         raise ConfigError(f"the model is not the one in {start.checkpoint} ({', '.join(differ)}); train it in a new run: run.name=NEW")
 
 
-def _given(path: Path, say: Callable[[str], None]) -> Path:
-    if (path / "checkpoints").is_dir():
+def _given(value: str, say: Callable[[str], None]) -> Path:
+    path = Path(value)
+    if value and (path / "checkpoints").is_dir():
         found = checkpoint.newest_valid(path / "checkpoints", say)
         if found is None:
             raise ConfigError(f"run.resume={path}: no valid checkpoint in {path / 'checkpoints'}")
         return found
-    if not path.is_dir():
-        raise ConfigError(f"run.resume={path}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
+    if not value or not path.is_dir():
+        raise ConfigError(f"run.resume={value}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
     problem = checkpoint.verify(path)
     if problem:
         raise ConfigError(f"run.resume={path}: {problem}")
