@@ -21,7 +21,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
     "batch": {"tokens": 128, "micro": 2},
     "optim": {"lr": 1e-2},
-    "train": {"max_steps": 6, "log_every": 1, "eval_every": 0, "compile": "off"},
+    "train": {"max_steps": 6, "log_every": 1, "eval_every": 0, "compile": "off", "hang_timeout": 0},
 }
 
 

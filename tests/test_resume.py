@@ -1,0 +1,323 @@
+"""Where a run starts, what it refuses to go on from, and: interrupted and resumed is uninterrupted."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drive
+import numpy as np
+import pytest
+import torch
+from group import Ranks
+
+from pretrain import checkpoint, resume
+from pretrain import config as configs
+from pretrain.config import ConfigError
+from pretrain.inspection import check_ledger
+from pretrain.job import Finished
+from pretrain.resume import check_fits, check_settings, find_start
+from pretrain.strategies import OPTIONS
+
+Config = Callable[..., Path]
+COMPARED = ("step", "tokens", "position", "epoch", "loss", "lr", "grad_norm", "skipped")
+
+
+def same(rows: drive.Rows, keys: tuple[str, ...] = COMPARED) -> list[list[Any]]:
+    return [[row[key] for key in keys] for row in rows]
+
+
+def run_folder(path: Path, *overrides: str) -> Path:
+    return configs.load(path, overrides, OPTIONS).folder
+
+
+# Interrupted and resumed.
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (1, {"optim.name": "muon", "model.dropout": 0.1}),
+        (1, {"optim.name": "sgd", "optim.momentum": 0.9, "data.shuffle": False}),
+        (1, {"run.precision": "bf16", "train.max_steps": None, "train.epochs": 0.4}),
+        (
+            4,
+            {"batch.micro": 1, "model.dropout": 0.1, "model.n_embd": 128, "strategy.name": "ddp", "strategy.options": {"bucket_cap_mb": 1}},
+        ),
+    ],
+    ids=["muon", "sgd", "bf16, epochs", "four ranks"],
+)
+def test_stopped_twice_and_resumed_is_the_whole_run_to_the_bit(ranks: Ranks, config: Config, size: int, changes: dict[str, Any]) -> None:
+    """Loss, learning rate, norm, tokens, position, the windows of each update, and the weights. Two ranks would hide a reordered
+    sum, four with several buckets do not."""
+    path = config(changes)
+    whole, weights, reason = ranks.run(drive.whole, path, ["run.name=whole"], size=size)[0]
+    assert reason is None
+    parts: drive.Rows = []
+    for stop_after in (2, 1, None):
+        by_rank = ranks.run(drive.whole, path, ["run.name=parts"], stop_after, size=size)
+        parts += by_rank[0][0]
+        assert by_rank[0][2] == (None if stop_after is None else "SIGTERM")
+    assert len(whole) == {"train.epochs": 7}.get(next((k for k in changes if k == "train.epochs"), ""), 6)
+    assert same(parts) == same(whole)
+    assert [row["restarts"] for row in parts] == [0, 0, 1, *[2] * (len(whole) - 3)]
+    assert drive.largest_difference(by_rank[0][1], weights)[0] == 0
+    ledgers = [drive.lines(run_folder(path, f"run.name={name}") / "ledger.jsonl") for name in ("whole", "parts")]
+    assert same(ledgers[1], ("step", "position", "windows")) == same(ledgers[0], ("step", "position", "windows"))
+    assert "join without gap or overlap" in check_ledger(run_folder(path, "run.name=parts") / "ledger.jsonl")[0]
+    logged = drive.lines(run_folder(path, "run.name=parts") / "metrics.jsonl")
+    assert [row["step"] for row in logged] == list(range(1, len(whole) + 1)), "no step twice, none missing"
+    assert [row["train_seconds"] for row in logged] == sorted(row["train_seconds"] for row in logged)
+
+
+def test_resuming_on_other_layouts_is_the_same_run(ranks: Ranks, config: Config) -> None:
+    """4 processes × 1, then 2 × 2, then 1 × 4: the same windows and learning rates to the end, the same losses to rounding."""
+    path = config()
+    whole, weights, _ = ranks.run(drive.whole, path, ["run.name=whole"], size=1)[0]
+    parts: drive.Rows = []
+    for size, stop_after in ((4, 2), (2, 2), (1, None)):
+        rows, trained, _ = ranks.run(drive.whole, path, ["run.name=parts"], stop_after, size=size)[0]
+        parts += rows
+    exact = ("step", "tokens", "position", "lr")
+    assert same(parts, exact) == same(whole, exact)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in parts] == pytest.approx([row[key] for row in whole], rel=1e-5)
+    assert drive.distance(trained, weights) < 1e-5
+
+
+def scale_after_load(path: Path, overrides: list[str]) -> tuple[float, int]:
+    job, _ = drive.begin(path, overrides)
+    job.loader.close()
+    assert job.strategy.scaler is not None
+    return job.strategy.scaler.get_scale(), job.strategy.scaler._get_growth_tracker()
+
+
+def set_scaler(job: Any) -> None:
+    job.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    job.strategy.scaler.load_state_dict({**job.strategy.scaler.state_dict(), "_growth_tracker": 7, "growth_interval": 1000})
+    job.strategy.scaler.scale(torch.zeros(()))
+
+
+def save_with_scale(path: Path, overrides: list[str]) -> None:
+    drive.whole(path, overrides, tamper=set_scaler)
+
+
+def test_the_loss_scale_comes_back(ranks: Ranks, config: Config) -> None:
+    path = config({"run.precision": "fp16", "train.max_steps": 3})
+    ranks.run(save_with_scale, path, [], size=1)
+    longer = ["run.resume=must", "train.max_steps=9"]
+    assert ranks.run(scale_after_load, path, longer, size=1) == [(256.0, 10)]
+    ranks.run(drive.whole, path, ["run.precision=fp32", "run.name=fp32"], size=1)
+    (outcome,) = ranks.outcomes(scale_after_load, path, [*longer, "run.name=fp32"], size=1)
+    assert "the checkpoint has no loss scale: it was not written in fp16" in outcome.error
+
+
+def test_moments_come_back_to_the_bit(ranks: Ranks, config: Config) -> None:
+    path = config({"train.max_steps": 3})
+    (saved,) = ranks.run(optimizer_state, path, [], True, size=1)
+    (found,) = ranks.run(optimizer_state, path, ["run.resume=must", "train.max_steps=9"], False, size=1)
+    assert saved.keys() == found.keys()
+    assert any(name.endswith("exp_avg_sq") for name in saved)
+    for name in saved:
+        assert np.array_equal(saved[name], found[name]), name
+    assert float(found["transformer.wte.weight.step"]) == 3
+
+
+def optimizer_state(path: Path, overrides: list[str], train_first: bool) -> dict[str, Any]:
+    from pretrain import train
+
+    job, progress = drive.begin(path, overrides)
+    if train_first:
+        train.train(job, progress)
+    job.loader.close()
+    return {name: t.numpy().copy() for group in ("model", "optimizer") for name, t in job.strategy.state()[group].items()}
+
+
+def test_new_settings_are_the_ones_used(ranks: Ranks, config: Config) -> None:
+    """B23: the learning rate and the end of a longer run come from its config, not from the checkpoint."""
+    path = config({"optim.schedule": "constant"})
+    ranks.run(drive.whole, path, [], size=1)
+    rows, _, _ = ranks.run(drive.whole, path, ["run.resume=must", "train.max_steps=8", "optim.lr=0.005"], size=1)[0]
+    assert [(row["step"], row["lr"]) for row in rows] == [(7, 0.005), (8, 0.005)]
+
+
+def test_training_past_a_damaged_checkpoint_writes_it_anew(ranks: Ranks, config: Config) -> None:
+    """It was skipped; when the run comes by its step again there must be a valid one in its place."""
+    path = config({"train.checkpoint_every": 3})
+    ranks.run(drive.whole, path, [], size=1)
+    folder = run_folder(path) / "checkpoints"
+    damaged = checkpoint.path_of(folder, 6)
+    os.truncate(next((damaged / "model").iterdir()), 100)
+    ranks.run(drive.whole, path, [], size=1)
+    assert checkpoint.verify(damaged) is None
+    assert checkpoint.newest_valid(folder, pytest.fail) == damaged
+
+
+def test_going_back_to_an_earlier_checkpoint_replaces_the_later_ones(ranks: Ranks, config: Config) -> None:
+    """From step 2 with another learning rate: what is called step 6 afterwards is what was trained last."""
+    path = config({"train.checkpoint_every": 2, "train.keep_last": 9})
+    ranks.run(drive.whole, path, [], size=1)
+    folder = run_folder(path) / "checkpoints"
+    _, weights, _ = ranks.run(drive.whole, path, [f"run.resume={folder}/step_00000002", "optim.lr=0.001"], size=1)[0]
+    found = {name: torch.full(w.shape, 99.0) for name, w in weights.items()}
+    stored = torch.zeros(64, 32)
+    newest = checkpoint.newest_valid(folder, pytest.fail)
+    assert newest is not None
+    checkpoint.load(newest, {"model": {**found, "transformer.wte.weight": stored}}, None)
+    found["transformer.wte.weight"] = stored[:50]
+    assert drive.largest_difference({name: t.numpy() for name, t in found.items()}, weights)[0] == 0
+
+
+# What is allowed.
+
+
+@pytest.fixture
+def stopped(ranks: Ranks, config: Config) -> Path:
+    """The config of a run that was stopped at step 3 of 6."""
+    path = config()
+    ranks.run(drive.whole, path, [], 3, size=1)
+    return path
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def test_run_resume(stopped: Path, tmp_path: Path) -> None:
+    """auto, must, never and a path, with checkpoints and without."""
+    load = lambda *overrides: configs.load(stopped, overrides, OPTIONS)  # noqa: E731
+    at = run_folder(stopped) / "checkpoints" / "step_00000003"
+    for value in ("auto", "must", str(at), f"{at}/", str(run_folder(stopped))):
+        start = find_start(load(f"run.resume={value}"), quiet)
+        assert start.checkpoint == at
+        assert (start.progress.step, start.progress.position, start.progress.tokens, start.progress.restarts) == (3, 24, 384, 1)
+    with pytest.raises(ConfigError, match=r"run\.resume=never, but .* holds step 3; choose another run\.name, or delete"):
+        find_start(load("run.resume=never"), quiet)
+    for value in ("auto", "never"):
+        start = find_start(load("run.name=new", f"run.resume={value}"), quiet)
+        assert (start.checkpoint, start.progress.step) == (None, 0)
+    with pytest.raises(ConfigError, match=r"run\.resume=must, but there is no checkpoint in .*new/checkpoints; run\.resume=auto starts"):
+        find_start(load("run.name=new", "run.resume=must"), quiet)
+    with pytest.raises(ConfigError, match=r"run\.resume=latest: no such checkpoint; write auto, never, must, or the path"):
+        find_start(load("run.resume=latest"), quiet)
+    with pytest.raises(ConfigError, match=r"run\.resume=.*: manifest\.json is missing"):
+        find_start(load(f"run.resume={tmp_path}"), quiet)
+
+
+def test_a_path_into_another_run_starts_from_its_checkpoint(ranks: Ranks, stopped: Path) -> None:
+    at = run_folder(stopped) / "checkpoints" / "step_00000003"
+    rows, _, _ = ranks.run(drive.whole, stopped, ["run.name=branch", f"run.resume={at}"], size=1)[0]
+    assert [row["step"] for row in rows] == [4, 5, 6]
+
+
+def test_only_damaged_checkpoints_is_not_step_0(stopped: Path) -> None:
+    at = run_folder(stopped) / "checkpoints" / "step_00000003"
+    (at / "state.json").unlink()
+    said: list[str] = []
+    for value in ("auto", "must"):
+        with pytest.raises(ConfigError, match=r"none of the 1 checkpoints in .* is valid; choose another run\.name, or delete"):
+            find_start(configs.load(stopped, [f"run.resume={value}"], OPTIONS), said.append)
+    assert all("state.json is missing" in line for line in said)
+    with pytest.raises(ConfigError, match=r"state\.json is missing"):
+        find_start(configs.load(stopped, [f"run.resume={at}"], OPTIONS), quiet)
+
+
+def test_changed_settings_are_listed_with_the_two_ways_on(stopped: Path) -> None:
+    """Layout, logging and intervals may change; what is computed may not, unless it is meant."""
+    free = [
+        "batch.micro=4",
+        "train.log_every=5",
+        "train.checkpoint_every=1",
+        "track.wandb=offline",
+        "train.keep_last=9",
+        "train.compile=block",
+    ]
+    cfg = configs.load(stopped, free, OPTIONS)
+    assert check_settings(cfg, find_start(cfg, quiet)) == []
+    changes = ["optim.lr=0.5", "train.max_steps=8", "model.dropout=0.1"]
+    cfg = configs.load(stopped, changes, OPTIONS)
+    with pytest.raises(ConfigError) as raised:
+        check_settings(cfg, find_start(cfg, quiet))
+    text = str(raised.value)
+    for part in (
+        "step 3",
+        "optim.lr: 0.01 -> 0.5",
+        "train.max_steps: 6 -> 8",
+        "model.dropout: 0.0 -> 0.1",
+        "run.name=NEW",
+        "run.resume=must",
+    ):
+        assert part in text
+    assert text.count(" -> ") == 3
+    for value in ("must", str(run_folder(stopped))):
+        cfg = configs.load(stopped, [*changes, f"run.resume={value}"], OPTIONS)
+        assert len(check_settings(cfg, find_start(cfg, quiet))) == 3
+
+
+def test_other_data_tokenizer_or_model_is_another_run(ranks: Ranks, stopped: Path, make_set: Callable[..., Path]) -> None:
+    noise = np.random.default_rng(9).integers(0, 50, 2049)
+    other = make_set("other", noise)
+    for overrides, words in (
+        ([f"data.train={other}"], "the training data is not what .*step_00000003 was trained on"),
+        (["model.n_layer=1"], "the model is not the one in .* \\(n_layer 2 -> 1\\)"),
+        (["data.sequence_length=8", "batch.tokens=64"], "n_positions 16 -> 8"),
+        (["model.vocab_size=60"], "vocab_size 50 -> 60"),
+    ):
+        (outcome,) = ranks.outcomes(drive.whole, stopped, [*overrides, "run.resume=must"], size=1)
+        assert re.search(words, outcome.error), outcome.error
+        assert "ConfigError" in outcome.error
+        assert "run.name=NEW" in outcome.error
+
+
+def test_another_tokenizer_is_named(stopped: Path) -> None:
+    start = find_start(configs.load(stopped, [], OPTIONS), quiet)
+    described = checkpoint.read_json(start.checkpoint, "model.json")  # type: ignore[arg-type]
+    data = start.numbers["identity"]["data"]
+    check_fits(start, data, {"sha256": "sha256 of toy"}, described)
+    with pytest.raises(ConfigError, match="the tokenizer is not what"):
+        check_fits(start, data, {"sha256": "another"}, described)
+
+
+def test_a_finished_run_says_how_to_train_longer(ranks: Ranks, config: Config) -> None:
+    for end, words in (
+        ({"train.max_steps": 2}, "train.max_steps=MORE"),
+        ({"train.max_steps": None, "train.max_tokens": 300}, "train.max_tokens=MORE"),
+    ):
+        path = config({**end, "run.name": words.split("=")[0].split(".")[1]})
+        ranks.run(drive.whole, path, [], size=1)
+        before = (run_folder(path) / "metrics.jsonl").read_bytes()
+        (outcome,) = ranks.outcomes(drive.whole, path, [], size=1)
+        assert Finished.__name__ in outcome.error
+        assert f"run.resume=must {words}" in outcome.error
+        assert (run_folder(path) / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_end_is_saved_once_and_unlogged_steps_are_logged_at_the_end(ranks: Ranks, config: Config) -> None:
+    """7 steps, a checkpoint every 5: one at 5 and one at 7; log lines every 4: 4 and 7."""
+    path = config({"train.max_steps": 7, "train.checkpoint_every": 5, "train.log_every": 4, "train.keep_last": 9})
+    rows, _, _ = ranks.run(drive.whole, path, [], size=2)[0]
+    assert sorted(step for step, _ in checkpoint.numbered(run_folder(path) / "checkpoints")) == [5, 7]
+    assert [row["step"] for row in rows] == [4, 7]
+
+
+def test_a_future_that_was_given_up_is_cut_from_the_log(ranks: Ranks, config: Config) -> None:
+    """Killed after step 5 with the last checkpoint at 3: the log goes on from 4, no step twice."""
+    path = config({"train.checkpoint_every": 3})
+    whole = ranks.run(drive.whole, path, [], size=1)[0][0]
+    shutil.rmtree(run_folder(path) / "checkpoints" / "step_00000006")
+    rows, _, _ = ranks.run(drive.whole, path, [], size=1)[0]
+    assert [row["step"] for row in drive.lines(run_folder(path) / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert same(rows) == same(whole[3:])
+    said = check_ledger(run_folder(path) / "ledger.jsonl")
+    assert "2 starts; 3 steps were taken again" in said[1]
+
+
+def test_state_json_holds_numbers_and_what_the_run_was(stopped: Path) -> None:
+    state = json.loads((run_folder(stopped) / "checkpoints" / "step_00000003" / "state.json").read_text())
+    assert state["progress"] == {**state["progress"], "step": 3, "position": 24, "tokens": 384, "restarts": 0, "attempt": 0}
+    assert set(resume.Progress.__dataclass_fields__) == set(state["progress"])
+    assert state["seeds"] == {"run": 1, "init": 1, "data": 1}
+    assert state["config_hash"] == configs.identity_hash(configs.load(stopped, [], OPTIONS))
