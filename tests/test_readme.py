@@ -1,0 +1,99 @@
+"""README is true: its commands run as written, its table is the config's, its example module trains, its scripts are sound."""
+
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+TINY = """
+data: {train: data/quickstart, sequence_length: 16}
+model: {n_layer: 1, n_head: 2, n_embd: 32}
+batch: {tokens: 64, micro: 2}
+optim: {lr: 1.0e-3}
+train: {max_steps: 8, log_every: 4, eval_every: 4, eval_tokens: 64, checkpoint_every: 4}
+"""
+
+
+def commands() -> list[str]:
+    """The lines of the fenced blocks without a language that start with a program."""
+    programs = ("pretrain ", "accelerate ", "torchrun ", "python ")
+    blocks = re.findall(r"^```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith(programs)]
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose quickstart is tiny: same names, same commands."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("pretrain", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "configs/quickstart.yaml").write_text(TINY)
+    (folder / "my_texts").mkdir()
+    letters = random.Random(0)
+    words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(3, 9))) for _ in range(3000)]
+    for i in range(60):  # enough variety for a tokenizer of 4,096 ids
+        (folder / f"my_texts/{i}.txt").write_text("My fellow citizens " + " ".join(letters.choices(words, k=400)))
+    run(folder, "pretrain prepare my_texts/ --output data/quickstart --tokenizer train:300 --val-fraction 0.2")
+    return folder
+
+
+def run(folder: Path, command: str) -> str:
+    program, *arguments = shlex.split(command)
+    program = str(Path(sys.executable).parent / program)
+    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.mark.launch
+def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path) -> None:
+    ran = commands()
+    assert len(ran) >= 13, "the README's commands were not found"
+    for command in ran:
+        if "scripts/" not in command:
+            run(sandbox, command)
+    assert (sandbox / "report/loss_steps.png").stat().st_size > 10_000
+    assert (sandbox / "exported/mine/model.safetensors").exists()
+
+
+@pytest.mark.launch
+def test_the_swiglu_of_the_readme_trains_resumes_and_samples(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 24
+    (sandbox / "swiglu.py").write_text(code[1])
+    monkeypatch.setenv("PYTHONPATH", str(sandbox))
+    command = "pretrain train configs/quickstart.yaml run.name=swiglu model.build=swiglu:build"
+    assert "finished at step 8" in run(sandbox, command)
+    assert "is finished" in run(sandbox, command)
+    assert run(sandbox, "pretrain generate runs/swiglu --prompt My").startswith("My")
+
+
+def test_the_table_of_config_keys_is_generated() -> None:
+    done = subprocess.run([sys.executable, "scripts/write_config_table.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "run: python scripts/write_config_table.py"
+
+
+def test_the_run_folder_of_the_readme_is_what_a_run_makes(sandbox: Path) -> None:
+    run(sandbox, "pretrain train configs/quickstart.yaml run.name=tree")
+    run(sandbox, "pretrain report runs/tree")
+    tree = README.split("runs/NAME/\n")[1].split("```")[0]
+    for line in tree.splitlines():
+        name = line.split()[0].replace("step_00001000", "step_00000008")
+        assert (sandbox / "runs/tree" / name).exists(), name
+    made = {path.name for path in (sandbox / "runs/tree").iterdir() if not path.name.startswith(".")}
+    assert made == {line.split()[0].split("/")[0] for line in tree.splitlines()}
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh", "setup.sh", "get_shakespeare.sh", "get_fineweb.sh"])
+def test_scripts_parse(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)]).returncode == 0
+    assert (ROOT / "scripts" / name).stat().st_mode & 0o111
