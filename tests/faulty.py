@@ -34,7 +34,7 @@ class Faulty(PretrainGPT2):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.step = -1
+        self.step, self.evaluated = -1, -2
         kind, rank, at = (os.environ.get("FAULT") or "none:0:1").split(":")
         self.kind, self.at = kind if int(rank) == RANK else "none", int(at)
 
@@ -46,7 +46,8 @@ class Faulty(PretrainGPT2):
 
     def forward(self, inputs_BT: Any, targets_BT: Any) -> Any:
         if not self.training:
-            if RANK == 0 and (gate := os.environ.get("GATE_EVALUATION")):
+            if RANK == 0 and self.evaluated != self.step and (gate := os.environ.get("GATE_EVALUATION")):
+                self.evaluated = self.step
                 wait_at(gate)
             return super().forward(inputs_BT, targets_BT)
         self.step += 1
