@@ -40,9 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare(o: argparse.Namespace) -> int:
     from pretrain import corpus
 
-    manifest, _ = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
+    manifest, was_there = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
                               workers=o.workers, text_field=o.text_field, overwrite=o.overwrite)  # fmt: skip
     print(corpus.summary(manifest))
+    print(
+        f"{o.output} was prepared already, from the same sources"
+        if was_there
+        else f"prepared {o.output}; next: pretrain inspect {o.output}"
+    )
     return 0
 
 
