@@ -104,7 +104,10 @@ def _processes(flags: Sequence[str]) -> int:
     for i, flag in enumerate(flags):
         name, equals, value = flag.replace("-", "_").partition("=")
         if name == "__num_processes":
-            return int(value if equals else flags[i + 1])
+            count = value if equals else "".join(flags[i + 1 : i + 2])
+            if not count.isdigit() or int(count) < 1:
+                raise config.ConfigError(f"--num_processes: expected a whole number above 0, found {count!r}")
+            return int(count)
     if not glob("/dev/nvidia[0-9]*") and "CUDA_VISIBLE_DEVICES" not in os.environ:
         return 1  # without importing torch, which takes seconds
     import torch
