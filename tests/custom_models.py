@@ -1,0 +1,27 @@
+"""For `model.build` in tests: GPT-2 with a SwiGLU MLP, and one that fails."""
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.model import PretrainGPT2
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.c_proj(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def swiglu(config: object) -> PretrainGPT2:
+    model = PretrainGPT2(config)
+    for block in model.transformer.h:
+        block.mlp = SwiGLU(model.config.n_embd)
+    return model
+
+
+def failing(config: object) -> torch.nn.Module:
+    raise RuntimeError("no such thing")
