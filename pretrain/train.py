@@ -192,7 +192,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
                 raise
             free = shutil.disk_usage(job.cfg.folder).free
             job.say(
-                f"step {progress.step:,}: no checkpoint was written: {error}; {free / 1e6:,.0f} MB are free; earlier checkpoints stand, the next interval tries again"
+                f"step {progress.step:,}: no checkpoint was written: {error}; {free / 1e6:,.1f} MB are free; earlier checkpoints stand, the next interval tries again"
             )
             return
         watch.saved_step = progress.step
