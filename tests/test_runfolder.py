@@ -1,0 +1,194 @@
+"""One run folder, one owner; its records are whole lines, and the first failure is the one that stands."""
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from pretrain import runfolder as subject
+from pretrain.config import ConfigError
+from pretrain.runfolder import (
+    Status,
+    changed_keys,
+    claim,
+    cut_back,
+    in_use,
+    is_ours,
+    join,
+    note_end,
+    read_status,
+    record_code,
+    record_config,
+    write_atomic,
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    owned: dict[Path, Any] = {}
+    monkeypatch.setattr(subject, "_owned", owned)
+    yield
+    for lock in owned.values():
+        if lock:
+            lock.close()
+
+
+def own(folder: Path, pipe: Any) -> None:
+    claim(folder)
+    pipe.send("mine")
+    pipe.recv()
+    os._exit(9)  # as if killed: nothing is cleaned up
+
+
+def test_a_folder_has_one_owner_and_a_killed_owner_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own, args=(folder, theirs))
+    owner.start()
+    assert ours.recv() == "mine"
+    expected = rf"run is in use by process {owner.pid} on \S+ since \d{{4}}-.*; wait for it, stop it \(touch .*/stop\), or choose another run\.name"
+    with pytest.raises(ConfigError, match=expected):
+        claim(folder)
+    assert re.search(expected, in_use(folder) or "")
+    assert not is_ours(folder)
+    Status(folder, 0).write("running", step=5)
+    note_end(folder, "refused", 2, "somebody else's")
+    status = read_status(folder)
+    assert status is not None
+    assert (status["state"], status["step"]) == ("running", 5), "a second launch leaves the owner's status alone"
+    ours.send("die")
+    owner.join()
+    claim(folder)
+    assert is_ours(folder)
+    assert f"process {os.getpid()} " in (folder / ".lock").read_text()
+
+
+def test_looking_takes_no_lock(tmp_path: Path) -> None:
+    assert in_use(tmp_path / "none") is None
+    claim(tmp_path)
+    assert in_use(tmp_path) is not None
+    join(tmp_path / "other")
+    assert is_ours(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write the run folder .*: Not a directory; choose another with run\.dir or run\.name"):
+        claim(tmp_path / "file" / "run")
+
+
+def test_the_first_failure_stands(tmp_path: Path) -> None:
+    Status(tmp_path, 0).write("running", step=7)
+    assert Status(tmp_path, 2).fail("out of memory", step=8)
+    assert not Status(tmp_path, 0).fail("connection closed by rank 2", step=8)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert {k: status[k] for k in ("state", "exit_status", "step", "reason", "rank", "pid")} == {
+        "state": "failed", "exit_status": 1, "step": 8, "reason": "out of memory", "rank": 2, "pid": os.getpid()}  # fmt: skip
+
+
+def test_failures_at_the_same_moment_leave_one(tmp_path: Path) -> None:
+    Status(tmp_path, 0).write("running", step=1)
+    with multiprocessing.get_context("fork").Pool(8) as pool:
+        won = pool.starmap(fail_as, [(tmp_path, rank) for rank in range(16)])
+    assert sum(won) == 1
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status["rank"] == won.index(True)
+
+
+def fail_as(folder: Path, rank: int) -> bool:
+    return Status(folder, rank).fail(f"reason of {rank}", step=1)
+
+
+def test_an_end_before_step_1_keeps_the_step_of_the_last_start(tmp_path: Path) -> None:
+    Status(tmp_path, 0).write("stopped", step=40, exit_status=75)
+    note_end(tmp_path, "refused", 2, "another optimiser")
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status["state"], status["exit_status"], status["step"], status["reason"]) == ("refused", 2, 40, "another optimiser")
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "status.json"
+    write_atomic(path, "old")
+    monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail("not yet") if target.read_text() != "old" else None)
+    write_atomic(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_half_a_status_is_none(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    (tmp_path / "status.json").write_text('{"state": "run')
+    assert read_status(tmp_path) is None
+
+
+def test_records_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    """Later steps, and a last line that a kill cut short; lines that stay keep every byte."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        '{"step": 0, "val_loss": 1.50}',
+        '{"step": 5, "x": null}',
+        '{"step": 10}',
+        '{"step": 10, "val_loss": 2}',
+        '{"step": 11}',
+        '{"step": 1',
+    ]
+    path.write_text("\n".join(lines))
+    cut_back(path, 10)
+    assert path.read_text() == "".join(line + "\n" for line in lines[:4])
+    cut_back(path, -1)
+    assert path.read_text() == ""
+    cut_back(tmp_path / "none.jsonl", 3)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_config_yaml_and_what_changed_since_the_last_start(tmp_path: Path) -> None:
+    facts = {"threads": 2, "versions": {"torch": "2.13.0"}, "overrides": ["a"], "init_hash": "ab"}
+    assert record_config(tmp_path, {"run": {"seed": 1}}, facts) == []
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == {"run": {"seed": 1}, "facts": facts}
+    assert record_config(tmp_path, {"run": {"seed": 1}}, facts) == []
+    changed = record_config(tmp_path, {}, {**facts, "threads": 4, "overrides": ["b"], "versions": {"torch": "2.14.0"}, "new": 1})
+    assert changed == ["threads: 2 -> 4", "versions: {'torch': '2.13.0'} -> {'torch': '2.14.0'}"]
+
+
+def test_the_code_that_ran_is_kept_and_later_changes_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "checkout" / "pretrain"
+    (package / "strategies").mkdir(parents=True)
+    (package / "a.py").write_text("a = 1\n")
+    (package / "strategies" / "b.py").write_text("b = 1\n")
+    git = ["git", "-C", str(package.parent), "-c", "user.name=t", "-c", "user.email=t@t"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    (package / "a.py").write_text("a = 2\n")
+    monkeypatch.setattr(subject, "PACKAGE", package)
+    assert record_code(tmp_path) == []
+    code = tmp_path / "code"
+    assert (code / "pretrain" / "a.py").read_text() == "a = 2\n"
+    assert len((code / "commit.txt").read_text().strip()) == 40
+    assert "+a = 2" in (code / "diff.patch").read_text()
+    assert record_code(tmp_path) == []
+    (package / "strategies" / "b.py").write_text("b = 2\n")
+    (package / "c.py").write_text("")
+    (package / "a.py").unlink()
+    assert record_code(tmp_path) == ["a.py", "c.py", "strategies/b.py"]
+
+
+def test_code_is_kept_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert record_code(tmp_path) == []
+    assert (tmp_path / "code" / "commit.txt").read_text() == "git is not available\n"
+    assert (tmp_path / "code" / "pretrain" / "train.py").exists()
+
+
+def test_changed_keys_in_order() -> None:
+    assert changed_keys({"b": 1, "a": 2, "same": 0}, {"b": 2, "same": 0, "c": None}) == ["a: 2 -> None", "b: 1 -> 2"]
+    assert changed_keys({"a": json.loads("[0.9, 0.95]")}, {"a": [0.9, 0.95]}) == []
