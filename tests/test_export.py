@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(trained: tuple[Path, drive.
     said: list[str] = []
     assert open_trained(run, said.append).source.name == "step_00000003"
     assert str(newest) in said[0]
-    with pytest.raises(ConfigError, match="neither a run, nor a whole checkpoint, nor an exported folder: .*bytes instead of"):
+    with pytest.raises(ConfigError, match=r"neither a run, nor a whole checkpoint, nor an exported folder: .*bytes instead of"):
         open_trained(newest, quiet)
     shutil.rmtree(run / "checkpoints" / "step_00000003")
     with pytest.raises(ConfigError, match="holds no valid checkpoint yet"):

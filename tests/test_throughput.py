@@ -1,5 +1,6 @@
 """Time is split without remainder: what is apart is not training, and what a peak is measured against is said."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -55,9 +56,9 @@ def test_evaluations_and_saves_are_not_training_time(at: FakeTime) -> None:
 def test_time_apart_counts_when_it_ends_badly(at: FakeTime) -> None:
     clock = Clock(CPU, 0.0)
     clock.begin()
-    with pytest.raises(ZeroDivisionError), clock.apart("evaluation"):
+    with contextlib.suppress(OSError), clock.apart("evaluation"):
         at.now += 4
-        raise ZeroDivisionError
+        raise OSError
     at.now += 1
     assert clock.interval() == (1.0, 0.0)
 

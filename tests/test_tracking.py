@@ -93,10 +93,10 @@ class Breaking:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Breaking]]:
+def broken(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
     monkeypatch.setattr(accelerate.tracking, "WandBTracker", Breaking)
     Breaking.logged = []
-    yield Breaking
+    return Breaking
 
 
 @pytest.mark.parametrize(
