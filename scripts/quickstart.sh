@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a small GPT-2 that writes presidential English, in a few minutes on two cores. Call it again to go on or look again.
+# Arguments override config keys: scripts/quickstart.sh train.max_steps=50
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,7 @@ if [ "$gpus" -gt 0 ]; then
 fi
 
 pretrain prepare "$speeches" --output data/quickstart --tokenizer train:4096 --val-fraction 0.05
-pretrain train configs/quickstart.yaml -- --num_processes "$processes"
+pretrain train configs/quickstart.yaml "$@" -- --num_processes "$processes"
 pretrain report runs/quickstart
 
 cat <<'END'

@@ -97,3 +97,27 @@ def test_the_run_folder_of_the_readme_is_what_a_run_makes(sandbox: Path) -> None
 def test_scripts_parse(name: str) -> None:
     assert subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)]).returncode == 0
     assert (ROOT / "scripts" / name).stat().st_mode & 0o111
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(not (ROOT / ".venv/installed.txt").exists(), reason="needs the .venv of scripts/setup.sh")
+def test_the_quickstart_runs_and_says_that_it_is_done_when_called_again(tmp_path: Path) -> None:
+    checkout = tmp_path / "a checkout"
+    checkout.mkdir()
+    for name in (".venv", "pretrain", "configs", "scripts", "pyproject.toml"):
+        (checkout / name).symlink_to(ROOT / name)
+    script = [
+        "bash",
+        "scripts/quickstart.sh",
+        "train.max_steps=2",
+        "train.eval_tokens=2560",
+        "train.log_every=1",
+        "data.sequence_length=64",
+    ]
+    first, second = (subprocess.run(script, cwd=checkout, capture_output=True, text=True, timeout=300) for _ in range(2))
+    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
+    for words in ("ddp × 2 (gloo)", "validation loss", "  | My fellow citizens", "finished at step 2", "source .venv/bin/activate"):
+        assert words in first.stdout
+    assert second.returncode == 0
+    assert "is finished: step 2" in second.stdout
+    assert (checkout / "runs/quickstart/report/loss_steps.png").exists()
