@@ -91,13 +91,20 @@ class Status:
             self.write("failed", step=step, exit_status=exit_status, reason=reason)
             return True
 
+    def stop(self, reason: str, *, exit_status: int) -> None:
+        """Record a stop before step 1, unless the launch has failed or was refused: then the request came from its launcher."""
+        with open(self.path.with_name(".status-lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (read_status(self.path.parent) or {}).get("state") == "running":
+                self.write("stopped", exit_status=exit_status, reason=reason)
 
-def note_end(folder: Path, state: str, exit_status: int, reason: str) -> None:
+
+def note_end(folder: Path, rank: int, state: str, exit_status: int, reason: str) -> None:
     """Record how a start ended before step 1, unless the folder is somebody else's."""
     try:
         if not is_ours(folder):
             claim(folder)
-        Status(folder, 0).write(state, exit_status=exit_status, reason=reason)
+        Status(folder, rank).write(state, exit_status=exit_status, reason=reason)
     except (ConfigError, OSError):
         return
 

@@ -19,17 +19,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopRequests:
-    """Listens from construction on. The first request ends the run at a step boundary; the user's second ends the process at once.
+    """Listens from construction on. Until training begins, with nothing to save, a request ends the process at once; then the first one
+    ends the run at a step boundary, and the user's second ends the process at once.
 
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
     def __init__(self, *, follow_launcher: bool, orphaned: bool = False) -> None:
         self._requested = 0
-        self.at_once: Callable[[str], object] = print  # told why, before a process ends at once
+        self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
+        self.at_once: Callable[[str], object] = print  # the same for one that has
+        self._training = False
         self._launcher = os.getppid()
         self._gone, self._follow = False, follow_launcher and sys.platform == "linux"
-        self._asked = threading.Event()
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._stop_file: Path | None = None
         self._started = time.time()
@@ -43,6 +45,10 @@ class StopRequests:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if orphaned or os.getppid() != self._launcher:
                 self._requested = _LAUNCHER_GONE
+
+    def begin(self) -> None:
+        """From here on there is something to save."""
+        self._training = True
 
     def watch(self, stop_file: Path) -> None:
         """Main process only. A file older than this start is a leftover."""
@@ -67,10 +73,6 @@ class StopRequests:
             self._stop_file.unlink(missing_ok=True)
         return _REASONS[decided] if decided else None
 
-    def wait(self, seconds: float) -> bool:
-        """Whether a request comes in that time."""
-        return self._asked.wait(seconds)
-
     def _stop_file_is_new(self) -> bool:
         assert self._stop_file is not None
         try:
@@ -85,7 +87,6 @@ class StopRequests:
                     self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
-        self._asked.set()
         if self._follow:
             time.sleep(0.1)  # a launcher's dying threads hand us to one another, with a signal each time, before it is gone
         if os.getppid() != self._launcher:  # its death is one request, however often the kernel says so
@@ -97,3 +98,6 @@ class StopRequests:
             os._exit(1)
         else:
             self._requested = _SIGNALS[number]
+        if not self._training:
+            self.at_start(_REASONS[self._requested])
+            os._exit(75)

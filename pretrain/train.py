@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -34,29 +35,32 @@ from pretrain.strategies import OPTIONS, StepResult
 from pretrain.watch import NonFinite, Watch
 
 STOPPED, REFUSED, FAILED = 75, 2, 1
-_MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before step 1
+_MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before there was a process group
+_MOMENT = 2  # the same with one
 
 
 def main(arguments: list[str]) -> int:
     world = launch.read_world()
     stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan())
-    folder = None
+    folder: Path | None = None
+    stops.at_start = lambda reason: stop_early(folder, world, reason)
     try:
         if not arguments:
             raise ConfigError("usage: pretrain/train.py CONFIG.yaml [section.key=value …]")
         cfg = config.load(arguments[0], arguments[1:], OPTIONS)
+        folder = cfg.folder
         notes = launch.check_launcher(world)
         tracking.check(cfg)
-        folder = cfg.folder
         job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops)
     except Finished as finished:
-        return end(folder, world, stops, str(finished), state="finished", status=0)
+        return end(folder, world, str(finished), state="finished", status=0)
     except (ConfigError, ShardError, CheckpointError) as error:
-        return end(folder, world, stops, str(error), state="refused", status=REFUSED)
+        return end(folder, world, str(error), state="refused", status=REFUSED)
     except Exception as error:
         return fail(folder, world, error, step=0)
     try:
         stops.at_once = lambda reason: report_failure(folder, world.rank, reason, progress.step)
+        stops.begin()
         gc.collect()
         gc.freeze()
         gc.disable()  # collected on schedule, by all ranks in the same step
@@ -227,20 +231,28 @@ def finish(job: Job, progress: Progress, reason: str | None) -> int:
     return STOPPED if reason else 0
 
 
-def end(folder: Path | None, world: launch.World, stops: StopRequests, message: str, *, state: str, status: int) -> int:
+def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int) -> int:
     """For what ended before step 1: the main process says so, or this rank where the main process found nothing wrong."""
     met_alone = False
-    if world.rank and not dist.is_initialized():  # if we went first, the launcher would end the main process before it can speak
-        met_alone = not stops.wait(_MAIN_PROCESS_SECONDS)
+    if world.rank and status:  # if we went first, the launcher would end the main process before it has spoken
+        time.sleep(_MOMENT if dist.is_initialized() else _MAIN_PROCESS_SECONDS)  # ended by the launcher, once the main process is gone
+        met_alone = not dist.is_initialized()
         message = f"rank {world.rank}: {message}"
     if world.rank == 0 or met_alone:
         aside = status != 0 and "PRETRAIN_LAUNCHED" not in os.environ  # `pretrain train` shows standard output alone
         print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
-            runfolder.note_end(folder, state, status, message)
+            runfolder.note_end(folder, world.rank, state, status, message)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def stop_early(folder: Path | None, world: launch.World, reason: str) -> None:
+    """Asked to stop before there was anything to save."""
+    if world.rank == 0 and folder is not None and runfolder.is_ours(folder):
+        runfolder.Status(folder, 0).stop(reason, exit_status=STOPPED)
+        os.write(1, f"stopped on request ({reason}) before training began; the same command starts it again\n".encode())
 
 
 def fail(folder: Path | None, world: launch.World, error: Exception, step: int) -> int:
