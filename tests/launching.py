@@ -44,11 +44,11 @@ def make_set(folder: Path, tokens: int = 20_000, val_tokens: int = 2_000, seed: 
     return folder
 
 
-def write_config(path: Path, data: Path, **sections: Mapping[str, Any]) -> Path:
+def write_config(path: Path, prepared: Path, /, **sections: Mapping[str, Any]) -> Path:
     """A 2-layer model of width 32 that logs every step; `sections` add to it or replace its keys."""
     config: dict[str, dict[str, Any]] = {
         "run": {"precision": "fp32", "dir": str(path.parent / "runs")},
-        "data": {"train": str(data), "sequence_length": SEQUENCE},
+        "data": {"train": str(prepared), "sequence_length": SEQUENCE},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
         "batch": {"tokens": 8 * SEQUENCE, "micro": 2},
         "optim": {"lr": 1e-3},

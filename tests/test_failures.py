@@ -160,7 +160,7 @@ def test_read_only_run_folder(config: Callable[..., Path], tmp_path: Path, read_
 
 def refusal(path: Path, folder: Path, cwd: Path, **env: str) -> str:
     """What two ranks under `pretrain train` say when they refuse: one line, before step 1, and the status says so too."""
-    status, started = run(pretrain_train(path, flags=TWO), folder, cwd=cwd, **env)
+    status, started = run(pretrain_train(path, flags=TWO), folder, cwd=cwd, seconds=START + 20, **env)
     assert status == 2, started.story()
     assert (started.status()["state"], started.status()["exit_status"]) == ("refused", 2)
     assert started.metrics() == []
@@ -180,6 +180,8 @@ def test_a_rank_that_disagrees(config: Callable[..., Path], tmp_path: Path, fold
     assert said.startswith("rank 1: ")
     assert "set1" in said
     assert "pretrain prepare" in said
+    launcher = (folder / "logs" / "launcher.log").read_text()
+    assert "forcefully exiting" not in launcher  # rank 0, waiting for rank 1 to join, let itself be ended
 
     make_set(tmp_path / "sets" / "set1", seed=1)
     assert refusal(path, folder, tmp_path).startswith("rank 1 has another data than rank 0")

@@ -52,7 +52,7 @@ def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path)
     home = tmp_path / "home"
     (home / "accelerate").mkdir(parents=True)
     personal = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "machine_rank": 0,
-                "main_process_port": 0, "mixed_precision": "no", "gradient_accumulation_steps": 4, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}  # fmt: skip
+                "main_process_port": 0, "mixed_precision": "no", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}  # fmt: skip
     (home / "accelerate" / "default_config.yaml").write_text(yaml.safe_dump(personal))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -76,7 +76,8 @@ def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path)
     done: dict[str, Launch] = {}
     for with_home in (False, True):
         chosen = {name: (command, place / "runs" / name) for name, (_, command) in forms.items() if (name in homes) == with_home}
-        for name, (status, started) in run_all(chosen, cwd=elsewhere, HF_HOME=str(home if with_home else tmp_path / "none")).items():
+        env = {"HF_HOME": str(home), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if with_home else {"HF_HOME": str(tmp_path / "none")}
+        for name, (status, started) in run_all(chosen, cwd=elsewhere, **env).items():
             assert status == 0, f"{name}\n{started.story()}"
             done[name] = started
 
@@ -92,7 +93,7 @@ def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path)
     assert f"the launcher read {home}/accelerate/default_config.yaml" in said
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4, set by the launcher, has no effect" in said
     assert "ACCELERATE_DYNAMO_BACKEND=INDUCTOR, set by the launcher, has no effect" in said
-    assert "has no effect" not in done["pretrain train, personal"].out  # it passes a config file of its own
+    assert "DYNAMO" not in done["pretrain train, personal"].out  # it passes a config file of its own
     assert "has no effect" not in done["ddp.yaml"].out
 
 
@@ -116,7 +117,6 @@ def test_launches_that_would_fall_back_are_refused(place: Path, path: Path) -> N
         "--cpu": (["--cpu", *TWO], ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
         "MULTI_CPU": (["--config_file", str(multi_cpu)], ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
         "plain": (TWO, ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
-        "fp8": (["--num_processes", "1", "--mixed_precision", "fp8"], ["precision 'fp8'", "fp32, bf16 and fp16 are here"]),
         "bf16": ([*several(2)[:-6], "--main_process_port", "0", "--mixed_precision", "bf16"], ["asks for bf16 and run.precision for fp32", "drop one"]),
     }  # fmt: skip
     results = run_all({name: (accelerate(flags, path, f"run.name={name}"), place / "runs" / name) for name, (flags, _) in forms.items()}, cwd=place)  # fmt: skip
@@ -125,10 +125,8 @@ def test_launches_that_would_fall_back_are_refused(place: Path, path: Path) -> N
         line = only_line(started)
         for text in forms[name][1]:
             assert text in line, name
-        if (place / "runs" / name / "status.json").exists():
-            assert started.status()["state"] == "refused"
+        assert (started.status()["state"], started.status()["exit_status"]) == ("refused", 2)
         assert started.metrics() == []
-    assert all((place / "runs" / name / "status.json").exists() for name in forms)
 
 
 def test_a_launcher_that_names_a_plugin_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
