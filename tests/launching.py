@@ -90,7 +90,14 @@ class Launch:
         self.out_path = cwd / f"{self.mark}.out"
         self.err_path = cwd / f"{self.mark}.err"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PET_", "TORCHELASTIC_"))}
-        inherited.update({"HF_HUB_OFFLINE": "1", "WANDB_SILENT": "true", "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"})
+        inherited.update(
+            {
+                "HF_HUB_OFFLINE": "1",
+                "WANDB_SILENT": "true",
+                "PYTHONPATH": f"{Path(__file__).parent}:{TRAINER.parents[1]}",
+                "OMP_NUM_THREADS": "1",
+            }
+        )
         environment = {**inherited, **env, MARK: self.mark}
         with open(self.out_path, "w") as out, open(self.err_path, "w") as err:
             self.process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=err, start_new_session=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import START, checkpoints, launch, make_set, pretrain_train, python, run, torchrun, write_config
+from launching import START, TRAINER, checkpoints, launch, make_set, pretrain_train, python, run, torchrun, write_config
 
 from pretrain import checkpoint
 from pretrain.train import explain
@@ -194,7 +194,9 @@ def test_the_main_process_has_time_to_say_why(config: Callable[..., Path], tmp_p
     (late / "sitecustomize.py").write_text(
         "import os, time\nif os.environ.get('RANK') == '0' and 'LOCAL_WORLD_SIZE' in os.environ: time.sleep(5)\n"
     )
-    said = refusal(config(data={"train": "no/such/set"}), folder, tmp_path, PYTHONPATH=f"{late}:{Path(__file__).parent}")
+    said = refusal(
+        config(data={"train": "no/such/set"}), folder, tmp_path, PYTHONPATH=f"{late}:{Path(__file__).parent}:{TRAINER.parents[1]}"
+    )
     assert said.startswith("no/such/set")
     assert "pretrain prepare" in said
 
