@@ -112,7 +112,7 @@ def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
 
 
 def test_before_the_first_step(config: Path, folder: Path, tmp_path: Path) -> None:
-    """While Python is still importing, and during the evaluation before step 1."""
+    """While Python is still importing, in the warm-up, and during the evaluation before step 1."""
     with launch(pretrain_train(config), folder, cwd=tmp_path) as started:
         started.wait_for("the trainer", lambda: trainers(started))
         started.signal(TERM)
@@ -124,6 +124,12 @@ def test_before_the_first_step(config: Path, folder: Path, tmp_path: Path) -> No
         started.signal(TERM)
         assert started.wait(SOON) != 0
     assert checkpoints(folder) in ([], [1])
+
+    with launch(python(config, "run.name=warm"), tmp_path / "runs" / "warm", cwd=tmp_path, FAULT="hang:0:0") as started:  # in the warm-up
+        started.wait_for_line("starting at step 0")
+        started.signal(TERM)
+        assert started.wait(5) == 75
+        assert (started.status()["state"], started.status()["exit_status"], started.status()["reason"]) == ("stopped", 75, "SIGTERM")
 
     gate = tmp_path / "gate"
     with launch(python(config, "train.eval_every=1000", "run.name=gated"), tmp_path / "runs" / "gated", cwd=tmp_path, GATE_EVALUATION=str(gate)) as started:  # fmt: skip
