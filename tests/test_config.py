@@ -296,7 +296,7 @@ def test_a_batch_that_does_not_divide_gets_values_that_do(T: int, micro: int, wo
         for name, value in cures:
             cured = replace(cfg, f"batch.{name}", int(value))
             L = layout(cured, world, 1000)
-            assert L.windows * T == cured.batch.tokens
+            assert L.windows * T == cured.batch.tokens > 0
         if tokens % (T * world) == 0:
             assert "micro" in {name for name, _ in cures}
     else:
