@@ -14,7 +14,7 @@ from group import Ranks
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain import config as configs
-from pretrain import launch, loader
+from pretrain import launch, loader, train
 from pretrain import model as models
 from pretrain.job import Job
 from pretrain.optim import lr_at
@@ -67,6 +67,16 @@ def test_any_layout_with_adamw_and_clipping_agrees(ranks: Ranks, config: Config,
     for rows, weights in others:
         assert_same_curve(rows, reference[0], rel=1e-5)
         assert drive.distance(weights, reference[1]) < 1e-5
+
+
+def test_every_micro_batch_of_every_step_drops_out_something_else() -> None:
+    places = [(seed, step, index) for seed in (1, 2) for step in (1, 2, 11) for index in (0, 1, 12)]
+    draws = []
+    for place in (*places, *places):
+        train.seed_forward(*place)
+        draws.append(float(torch.rand(())))
+    assert draws[: len(places)] == draws[len(places) :]
+    assert len(set(draws)) == len(places)
 
 
 def plain_pytorch(cfg: configs.Config, updates: int) -> tuple[drive.Rows, drive.Weights]:
@@ -255,8 +265,6 @@ def poison(job: Job, rank: int, step: int) -> None:
 def train_poisoned(path: Path, overrides: list[str], rank: int, step: int) -> tuple[str, drive.Weights, drive.Rows, list[str]]:
     """(what was raised, weights, metrics, checkpoints)."""
     job, progress = drive.begin(path, overrides)
-    from pretrain import train
-
     poison(job, rank, step)
     raised = ""
     try:
