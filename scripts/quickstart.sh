@@ -16,7 +16,7 @@ if [ "$gpus" -gt 0 ]; then
 fi
 
 pretrain prepare "$speeches" --output data/quickstart --tokenizer train:4096 --val-fraction 0.05
-pretrain train configs/quickstart.yaml "$@" -- --num_processes "$processes"
+pretrain train configs/quickstart.yaml "batch.micro=$((32 / processes))" "$@" -- --num_processes "$processes"
 pretrain report runs/quickstart
 
 cat <<'END'

@@ -112,7 +112,7 @@ def test_the_quickstart_runs_and_says_that_it_is_done_when_called_again(tmp_path
         "train.max_steps=2",
         "train.eval_tokens=2560",
         "train.log_every=1",
-        "data.sequence_length=64",
+        "train.sample_every=1",
         "optim.warmup_steps=1",
     ]
     first, second = (subprocess.run(script, cwd=checkout, capture_output=True, text=True, timeout=300) for _ in range(2))
