@@ -1,6 +1,6 @@
 """A GPT-2 that fails on order, for `model.build=faulty:model`. The orders are in the environment:
 
-FAULT=KIND:RANK:STEP   on that rank, at that step: raise | oom | nan | hang | kill; or init: begins with another weight
+FAULT=KIND:RANK:STEP   on that rank, at that step: raise | oom | nan | hang | kill; or build: raises when made; init: begins with another weight
 PACE=SECONDS           each training forward takes so much longer, so that a signal finds it under way
 GATE_EVALUATION=FILE   each evaluation on rank 0 makes FILE.here, waits for FILE, and removes both
 GATE_SAVE=FILE         so does each checkpoint, before its manifest is written
@@ -37,6 +37,8 @@ class Faulty(PretrainGPT2):
         self.step, self.evaluated = -1, -2
         kind, rank, at = (os.environ.get("FAULT") or "none:0:1").split(":")
         self.kind, self.at = kind if int(rank) == RANK else "none", int(at)
+        if self.kind == "build":
+            raise RuntimeError("a fault made to order")
 
     def initialise(self, seed: int) -> None:
         super().initialise(seed)

@@ -69,7 +69,7 @@ def test_a_failure_is_told_although_the_last_start_failed_too(config: Callable[.
     (folder / "status.json").write_text(
         '{"state": "failed", "exit_status": 1, "step": 9, "reason": "an older one", "rank": 0, "time": 1.0}'
     )
-    status, started = run(python(config()), folder, cwd=tmp_path, FAULT="raise:0:0")  # in the warm-up
+    status, started = run(python(config()), folder, cwd=tmp_path, FAULT="build:0:0")  # before anything is recorded
     assert status == 1
     assert started.out.count("RuntimeError: a fault made to order") == 1
     assert started.status()["reason"] == "RuntimeError: a fault made to order"
