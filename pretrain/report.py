@@ -138,9 +138,7 @@ def to_wandb(run: Path, project: str) -> None:
 
     read = read_run(run)
     # What W&B notes by itself would be about this process and machine, not about those that trained.
-    settings = wandb.Settings(
-        console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
-    )
+    settings = wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
     (run / "logs").mkdir(exist_ok=True)
     with wandb.init(project=project, name=read.name, dir=run / "logs", config=read.config, settings=settings) as live:
         live.define_metric("*", step_metric="step")
@@ -300,9 +298,7 @@ def _draw_figures(runs: Sequence[Run], curves: Curves, folder: Path) -> Iterator
             yield path
 
 
-def _draw_loss(
-    axes: Any, runs: Sequence[Run], curves: Curves, x: str, label: str, unit: int = 1, log: bool = False
-) -> None:
+def _draw_loss(axes: Any, runs: Sequence[Run], curves: Curves, x: str, label: str, unit: int = 1, log: bool = False) -> None:
     """Training loss thin, validation loss with markers, expected curves in grey behind."""
     drawn = {curve["title"]: curve for curve in curves.values()}.values()
     shown = [_draw_expected(axes, curve, x) for curve in drawn if x != "train_seconds"]

@@ -49,7 +49,7 @@ class ShardWriter:
         assert tokens.dtype == self.dtype, f"{tokens.dtype} tokens for a {self.dtype} shard"
         while len(tokens):
             if self._file is None:
-                self._file = open(self._path(temporary=True), "wb")
+                self._file = open(self._path(temporary=True), "wb")  # noqa: SIM115 — closed by _finish_file
                 self._file.write(bytes(4 * HEADER))
             part = tokens[: self.shard_tokens - self._in_file]
             self._file.write(np.ascontiguousarray(part).data)
@@ -106,9 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ShardError(f"{folder / MANIFEST} is not valid JSON ({error}); prepare the set again") from None
     if manifest.get("format_version") != FORMAT_VERSION:
-        raise ShardError(
-            f"{folder / MANIFEST} has format_version {manifest.get('format_version')!r}; this pretrain reads {FORMAT_VERSION}"
-        )
+        raise ShardError(f"{folder / MANIFEST} has format_version {manifest.get('format_version')!r}; this pretrain reads {FORMAT_VERSION}")
     return manifest
 
 
@@ -137,9 +135,7 @@ def open_shard(path: Path) -> Shard:
         header = np.frombuffer(f.read(4 * HEADER), "<i4") if size >= 4 * HEADER else np.zeros(3, "<i4")
     if int(header[0]) not in MAGIC:
         if size == 0 or size % 2:
-            raise ShardError(
-                f"{path} has {size:,} bytes and no shard header: neither llm.c's format nor a row of uint16"
-            )
+            raise ShardError(f"{path} has {size:,} bytes and no shard header: neither llm.c's format nor a row of uint16")
         return Shard(path, np.dtype("<u2"), 0, size // 2)
     version, dtype = MAGIC[int(header[0])]
     if int(header[1]) != version:
@@ -155,9 +151,7 @@ def open_shard(path: Path) -> Shard:
 class TokenStream:
     """One split of one set, as one stream. Window i is tokens [i·T, i·T+T], so that inputs and targets both have T tokens."""
 
-    def __init__(
-        self, shards: Sequence[Shard], fingerprint: str, manifest: Mapping[str, Any] | None, name: str
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], fingerprint: str, manifest: Mapping[str, Any] | None, name: str) -> None:
         self.shards, self.fingerprint, self.manifest, self.name = shards, fingerprint, manifest, name
         self.starts = np.cumsum([0, *(s.tokens for s in shards)], dtype=np.int64)
         self._maps = [np.memmap(s.path, s.dtype, "r", s.offset, (s.tokens,)) for s in shards]
@@ -171,7 +165,7 @@ class TokenStream:
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length) across file borders, as int64."""
-        assert start >= 0 and start + length <= self.tokens, f"tokens [{start}, {start + length}) of {self.tokens}"
+        assert 0 <= start <= self.tokens - length, f"tokens [{start}, {start + length}) of {self.tokens}"
         out = np.empty(length, np.int64)
         file, filled = int(np.searchsorted(self.starts, start, "right")) - 1, 0
         while filled < length:
@@ -209,8 +203,7 @@ def open_split(path: str | Path, split: str) -> TokenStream:
         mark = _bare_fingerprint(shards)
     if not names:
         raise ShardError(
-            f"{path} has no {split} split"
-            + (f"; prepare it with --val-fraction 0.01, or set data.{split}" if split == "val" else "")
+            f"{path} has no {split} split" + (f"; prepare it with --val-fraction 0.01, or set data.{split}" if split == "val" else "")
         )
     if len({s.dtype for s in shards}) > 1:
         raise ShardError(f"{path}: its {split} files mix uint16 and uint32 tokens")
@@ -222,9 +215,7 @@ def _open_listed(path: Path, tokens: int) -> Shard:
         raise ShardError(f"{path} is listed in {MANIFEST} but missing; copy it again or prepare the set again")
     shard = open_shard(path)
     if shard.tokens != tokens:
-        raise ShardError(
-            f"{path} holds {shard.tokens:,} tokens, {MANIFEST} says {tokens:,}; copy it again or prepare the set again"
-        )
+        raise ShardError(f"{path} holds {shard.tokens:,} tokens, {MANIFEST} says {tokens:,}; copy it again or prepare the set again")
     return shard
 
 

@@ -169,9 +169,7 @@ def test_any_other_bad_line_is_named(tmp_path: Path, bad: str) -> None:
     run = make_run(tmp_path / "damaged", [train_row(10, 1.0)])
     with open(run / "metrics.jsonl", "a") as f:
         f.write(f"{bad}\n")
-    with pytest.raises(
-        ValueError, match=r"damaged/metrics\.jsonl, line 2: expected a JSON object with a step"
-    ) as error:
+    with pytest.raises(ValueError, match=r"damaged/metrics\.jsonl, line 2: expected a JSON object with a step") as error:
         report([run], tmp_path / "out", None)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
@@ -212,9 +210,7 @@ def test_runs_are_told_apart_without_colour() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "rows", [[val_row(0, 8.0)], [train_row(1, 8.0, lr=0.0)], [train_row(1, None), train_row(2, None)]]
-)
+@pytest.mark.parametrize("rows", [[val_row(0, 8.0)], [train_row(1, 8.0, lr=0.0)], [train_row(1, None), train_row(2, None)]])
 def test_a_run_that_has_hardly_begun_is_drawn(tmp_path: Path, rows: list[Row]) -> None:
     files = report([make_run(tmp_path / "young", rows)], tmp_path / "out", None)
     assert tmp_path / "out" / "loss_steps.png" in files
@@ -274,9 +270,7 @@ def test_an_evaluation_is_held_only_against_a_point_near_it(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("text_only")
 def test_overrides_are_named_and_other_configs_not_judged(tmp_path: Path) -> None:
-    assert "started with `run.seed=2`, `optim.lr=1`" in verdict(
-        tmp_path / "a", 3.0, POINTS, overrides=["run.seed=2", "optim.lr=1"]
-    )
+    assert "started with `run.seed=2`, `optim.lr=1`" in verdict(tmp_path / "a", 3.0, POINTS, overrides=["run.seed=2", "optim.lr=1"])
     assert verdict(tmp_path / "b", 3.0, POINTS, config_file="other") == ""
 
 
