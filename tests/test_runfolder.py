@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_folder_has_one_owner_and_a_killed_owner_is_none(tmp_path: Path) -> No
     folder = tmp_path / "run"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    owner = context.Process(target=own, args=(folder, theirs))
+    owner = context.Process(target=own, args=(folder, theirs), daemon=True)
     owner.start()
     assert ours.recv() == "mine"
     expected = rf"run is in use by process {owner.pid} on \S+ since \d{{4}}-.*; wait for it, stop it \(touch .*/stop\), or choose another run\.name"
@@ -59,7 +60,7 @@ def test_a_folder_has_one_owner_and_a_killed_owner_is_none(tmp_path: Path) -> No
     assert re.search(expected, in_use(folder) or "")
     assert not is_ours(folder)
     Status(folder, 0).write("running", step=5)
-    note_end(folder, "refused", 2, "somebody else's")
+    note_end(folder, 0, "refused", 2, "somebody else's")
     status = read_status(folder)
     assert status is not None
     assert (status["state"], status["step"]) == ("running", 5), "a second launch leaves the owner's status alone"
@@ -97,24 +98,26 @@ def test_the_first_failure_stands(tmp_path: Path) -> None:
 
 def test_failures_at_the_same_moment_leave_one(tmp_path: Path) -> None:
     Status(tmp_path, 0).write("running", step=1)
-    with multiprocessing.get_context("fork").Pool(8) as pool:
-        won = pool.starmap(fail_as, [(tmp_path, rank) for rank in range(16)])
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda rank: Status(tmp_path, rank).fail(f"reason of {rank}", step=1), range(16)))
     assert sum(won) == 1
     status = read_status(tmp_path)
     assert status is not None
     assert status["rank"] == won.index(True)
 
 
-def fail_as(folder: Path, rank: int) -> bool:
-    return Status(folder, rank).fail(f"reason of {rank}", step=1)
-
-
 def test_an_end_before_step_1_keeps_the_step_of_the_last_start(tmp_path: Path) -> None:
     Status(tmp_path, 0).write("stopped", step=40, exit_status=75)
-    note_end(tmp_path, "refused", 2, "another optimiser")
+    note_end(tmp_path, 1, "refused", 2, "another optimiser")
     status = read_status(tmp_path)
     assert status is not None
-    assert (status["state"], status["exit_status"], status["step"], status["reason"]) == ("refused", 2, 40, "another optimiser")
+    assert (status["state"], status["exit_status"], status["step"], status["reason"], status["rank"]) == (
+        "refused",
+        2,
+        40,
+        "another optimiser",
+        1,
+    )
 
 
 def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
