@@ -151,6 +151,12 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in found if match]
 
 
+def step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match, f"{path} is not named like a checkpoint"
+    return int(match[1])
+
+
 def rotate(folder: Path, newest: int, keep_last: int, keep_every: int) -> None:
     """Delete old checkpoints, now that the one at step `newest` stands. Later steps are not of this history: left alone."""
     ours = sorted((step, path) for step, path in numbered(folder) if step <= newest and (path / MANIFEST).exists())
@@ -172,15 +178,16 @@ def _together(act: Callable[[], T] | None, group: dist.ProcessGroup | None, fail
     try:
         result = act() if act else None
     except (OSError, CheckpointException) as error:
-        problem = _first_cause(error)
+        problem = _first_cause(error, dist.get_rank(group) if group else 0)
     if group is None:
         outcomes: list[Any] = [(result, problem)]
     else:
         outcomes = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, (result, problem), group=group)
-    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]
+    problems = [problem for _, problem in outcomes if problem]
     if problems:
-        raise CheckpointError(f"{failing}: {problems[0]}")
+        rank, cause = problems[0]
+        raise CheckpointError(f"{failing}: rank {rank}: {cause}")
     return [outcome for outcome, _ in outcomes]
 
 
@@ -191,11 +198,12 @@ def _no_group_is_meant() -> Iterator[None]:
         yield
 
 
-def _first_cause(error: BaseException) -> str:
+def _first_cause(error: OSError | CheckpointException, rank: int) -> tuple[int, str]:
+    """(the rank that failed, why): torch's exception tells every rank of every rank's failure."""
     if isinstance(error, CheckpointException) and error.failures:
-        failure = next(iter(error.failures.values()))
-        return str(failure[0] if isinstance(failure, tuple) else failure)
-    return str(error)
+        rank, failure = min(error.failures.items())
+        return rank, str(failure[0] if isinstance(failure, tuple) else failure)
+    return rank, str(error)
 
 
 def _describe(path: Path) -> dict[str, Any]:

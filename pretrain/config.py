@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ class Batch:
 class Optim:
     name: Literal["adamw", "muon", "sgd"] = key("adamw", "`muon` is for the hidden matrices; the rest gets AdamW")
     lr: float = key(6e-4, "peak learning rate")
-    weight_decay: float = key(0.1, "decoupled decay of matrices and embeddings; never of biases and norms")
+    weight_decay: float = key(0.1, "decay of matrices and embeddings, never of biases and norms; decoupled, but for `sgd`")
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's two")
     eps: float = key(1e-8, "AdamW's epsilon")
     momentum: float | None = key(None, "Muon's (default 0.95) or SGD's (default 0)")
@@ -255,7 +256,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, 
     cfg = Config(**sections)
     if not cfg.run.name:
         cfg = replace(cfg, "run.name", path.stem)
-    errors += _contradictions(cfg)
+    wrong = {error.partition(":")[0] for error in errors}
+    errors += [found for found in _contradictions(cfg) if found.partition(":")[0] not in wrong]
     errors += _check_options(cfg, options or {})
     if errors:
         raise ConfigError("\n".join(errors))
@@ -314,6 +316,8 @@ def _read_override(override: str, tree: dict[str, Any], errors: list[str]) -> No
             value = text
         if name.startswith("strategy.options."):
             given = tree.get("strategy.options") or {}
+            if not isinstance(given, Mapping):  # reported when the section is built
+                return
             tree["strategy.options"] = {**given, name.removeprefix("strategy.options."): value}
         else:
             tree[name] = value
@@ -352,12 +356,14 @@ def _convert(value: Any, hint: Any) -> Any:
             raise ValueError(f"expected {len(args)} values, found {value!r}")
         return tuple(_convert(v, a) for v, a in zip(items, args, strict=True))
     if hint is bool:
-        if value in (True, False, 0, 1) or str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
+        if (isinstance(value, int) and value in (0, 1)) or str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
             return str(value).lower() in ("true", "1", "yes", "on")
         raise ValueError(f"expected true or false, found {value!r}")
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ValueError(f"expected a finite number, found {value}")
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
@@ -446,7 +452,6 @@ def _get(cfg: Config, dotted: str) -> Any:
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if not close:  # the right key in the wrong section, or a section alone
-        close = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+    close = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]  # the right key in the wrong section, or without one
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""

@@ -64,8 +64,10 @@ def export(trained: Trained, output: Path) -> None:
     if output.exists():
         raise ConfigError(f"{output} exists; choose another --output or remove it")
     described = models.describe(trained.model, None)
-    ordinary = {"vocab_size": described["vocab_size"], "activation_function": "gelu_new"}
-    plain = GPT2LMHeadModel(GPT2Config.from_dict({**described["config"], **ordinary}))
+    ordinary = {**described["config"], "vocab_size": described["vocab_size"]}
+    if ordinary["activation_function"] == "gelu_pytorch_tanh":
+        ordinary["activation_function"] = "gelu_new"  # the same function, under the name that GPT-2 has in every version
+    plain = GPT2LMHeadModel(GPT2Config.from_dict(ordinary))
     with torch.no_grad():
         for name, tensor in models.plain_state(trained.model).items():
             plain.get_parameter(name).copy_(tensor)

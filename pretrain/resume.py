@@ -33,35 +33,46 @@ class Start:
 def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
     """Raises ConfigError where `run.resume` forbids what is found, or where a checkpoint is asked for and none can be used."""
     folder = cfg.folder / "checkpoints"
-    existing = checkpoint.numbered(folder)
-    if cfg.run.resume not in ("auto", "never", "must"):
-        path = _given(cfg.run.resume, say)
-    elif cfg.run.resume == "never":
-        if existing:
-            raise ConfigError(
-                f"run.resume=never, but {folder} holds step {max(existing)[0]:,}; choose another run.name, or delete {cfg.folder}"
-            )
+    path = _path_to_start_from(cfg, folder, checkpoint.numbered(folder), say)
+    if path is None:
         return Start(Progress())
-    else:
-        found = checkpoint.newest_valid(folder, say)
-        if found is None and existing:
-            raise ConfigError(
-                f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
-            )
-        if found is None:
-            if cfg.run.resume == "must":
-                raise ConfigError(f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0")
-            return Start(Progress())
-        path = found
     numbers = checkpoint.read_json(path, "state.json")
     progress = Progress(**numbers["progress"])
     progress.restarts += 1
     return Start(progress, path, numbers)
 
 
+def _path_to_start_from(cfg: Config, folder: Path, existing: list[tuple[int, Path]], say: Callable[[str], None]) -> Path | None:
+    wanted = cfg.run.resume
+    given = None if wanted in ("auto", "never", "must") else _given(wanted, say)
+    if given is not None and given.parent.resolve() == folder.resolve():
+        later = [path for step, path in existing if step > checkpoint.step_of(given)]
+        if later:
+            raise ConfigError(
+                f"run.resume={wanted}: {later[-1].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
+            )
+    if wanted == "never" and existing:
+        raise ConfigError(
+            f"run.resume=never, but {folder} holds step {max(existing)[0]:,}; choose another run.name, or delete {cfg.folder}"
+        )
+    if existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
+        found = checkpoint.newest_valid(folder, say)
+        if found is None:
+            raise ConfigError(
+                f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
+            )
+        return found
+    if wanted == "must":
+        raise ConfigError(f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0")
+    return given
+
+
 def check_settings(cfg: Config, start: Start) -> list[str]:
     """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError under `auto`."""
-    changed = changed_keys(start.numbers["identity"]["config"], identity(cfg)) if start.checkpoint else []
+    if start.checkpoint is None:
+        return []
+    theirs = {**identity(Config()), **start.numbers["identity"]["config"]}  # a key that is newer than the checkpoint had its default
+    changed = changed_keys(theirs, identity(cfg))
     if changed and cfg.run.resume == "auto":
         lines = "\n  ".join(changed)
         raise ConfigError(

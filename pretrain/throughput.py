@@ -88,6 +88,10 @@ class Clock:
         self.train_seconds += seconds
         return seconds, data
 
+    def train_seconds_now(self) -> float:
+        """Cumulative, up to this moment."""
+        return self.train_seconds + time.perf_counter() - self._mark - self._paused
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -178,7 +178,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
     folder = job.cfg.folder / "checkpoints"
     watch.gather()
     numbers = {
-        "progress": {**asdict(progress), "attempt": 0},
+        "progress": {**asdict(progress), "attempt": 0, "train_seconds": job.clock.train_seconds_now()},
         "identity": {
             "config": config.identity(job.cfg),
             "data": job.sets.fingerprints,
