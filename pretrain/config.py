@@ -214,6 +214,12 @@ def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
     return Layout(world_size, micro, cfg.batch.tokens // unit, T, steps, last)
 
 
+def smaller_micro(cfg: Config, world_size: int) -> int | None:
+    """The largest `batch.micro` below the present one that divides the batch: what to try when memory runs out. None below 1."""
+    per_rank = cfg.batch.tokens // (cfg.data.sequence_length * world_size)
+    return max((m for m in range(1, cfg.batch.micro) if per_rank % m == 0), default=None)
+
+
 def _micro_that_divides(tokens: int, T: int, micro: int, world_size: int) -> str:
     if tokens % (T * world_size):
         return ""

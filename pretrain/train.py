@@ -43,11 +43,13 @@ def main(arguments: list[str]) -> int:
     world = launch.read_world()
     stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan())
     folder: Path | None = None
+    micro: int | None = None
     stops.at_start = lambda reason: stop_early(folder, world, reason)
     try:
         if not arguments:
             raise ConfigError("usage: pretrain/train.py CONFIG.yaml [section.key=value …]")
         cfg = config.load(arguments[0], arguments[1:], OPTIONS)
+        micro = config.smaller_micro(cfg, world.size)
         folder = cfg.folder
         notes = launch.check_launcher(world)
         tracking.check(cfg)
@@ -57,7 +59,7 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, ShardError, CheckpointError) as error:
         return end(folder, world, str(error), state="refused", status=REFUSED)
     except Exception as error:
-        return fail(folder, world, error, step=0)
+        return fail(folder, world, error, step=0, micro=micro)
     try:
         stops.at_once = lambda reason: report_failure(folder, world.rank, reason, progress.step)
         stops.begin()
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> int:
         gc.disable()  # collected on schedule, by all ranks in the same step
         return finish(job, progress, train(job, progress))
     except Exception as error:
-        return fail(folder, world, error, step=progress.step + 1)
+        return fail(folder, world, error, step=progress.step + 1, micro=micro)
 
 
 def train(job: Job, progress: Progress) -> str | None:
@@ -255,7 +257,7 @@ def stop_early(folder: Path | None, world: launch.World, reason: str) -> None:
         os.write(1, f"stopped on request ({reason}) before training began; the same command starts it again\n".encode())
 
 
-def fail(folder: Path | None, world: launch.World, error: Exception, step: int) -> int:
+def fail(folder: Path | None, world: launch.World, error: Exception, step: int, micro: int | None) -> int:
     """One rank's failure ends all: the cause is printed by the rank that met it first, its traceback goes to logs/. Does not return."""
     status = REFUSED if isinstance(error, ConfigError) else FAILED
     rank = world.rank
@@ -263,8 +265,8 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int) 
         step, rank = error.step, rank if error.rank is None else error.rank
     if folder is None or not runfolder.is_ours(folder):
         traceback.print_exception(error)
-        report_failure(None, rank, explain(error), step, status)
-    elif report_failure(folder, rank, explain(error), step, status):
+        report_failure(None, rank, explain(error, micro), step, status)
+    elif report_failure(folder, rank, explain(error, micro), step, status):
         with open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
     os._exit(status)  # an ordinary exit would wait in collectives for the others
@@ -279,11 +281,12 @@ def report_failure(folder: Path | None, rank: int, reason: str, step: int, statu
     return True
 
 
-def explain(error: Exception) -> str:
-    """One line. Out of memory says what to try, since it changes memory and not the result."""
+def explain(error: Exception, micro: int | None = None) -> str:
+    """One line. Out of memory says what to try (`micro`: the next smaller one), since it changes memory and not the result."""
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
-        return f"out of memory: halve batch.micro (it trains exactly the same), or set model.activation_checkpointing=true; {text[:200]}"
+        smaller = f"write batch.micro={micro} (it trains exactly the same), or" if micro else "write"
+        return f"out of memory: {smaller} model.activation_checkpointing=true; {text[:200]}"
     if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited")):
         return f"lost contact with another rank, which was killed or crashed ({text[:120]})"
     return text if isinstance(error, NonFinite | ConfigError | CheckpointError) else f"{type(error).__name__}: {text}"

@@ -25,6 +25,7 @@ from pretrain.config import (
     layout,
     load,
     replace,
+    smaller_micro,
     to_dict,
 )
 from pretrain.strategies import OPTIONS
@@ -374,3 +375,9 @@ def test_presets_are_gpt2s() -> None:
     assert [PRESETS[name] for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")] == [
         (12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600)]  # fmt: skip
     assert all(width % heads == 0 for _, heads, width in PRESETS.values())
+
+
+def test_a_smaller_micro_batch_divides_the_same_batch() -> None:
+    cfg = replace(replace(Config(), "batch.tokens", 24 * 1024), "batch.micro", 8)
+    assert [smaller_micro(cfg, world) for world in (1, 2, 4)] == [6, 6, 6]
+    assert smaller_micro(replace(cfg, "batch.micro", 1), 1) is None

@@ -204,8 +204,8 @@ def test_the_main_process_has_time_to_say_why(config: Callable[..., Path], tmp_p
 def test_out_of_memory_says_what_to_try() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    said = explain(caught.value)
-    assert said.startswith("out of memory: halve batch.micro (it trains exactly the same), or set model.activation_checkpointing=true")
+    said = explain(caught.value, 6)
+    assert said.startswith("out of memory: write batch.micro=6 (it trains exactly the same), or model.activation_checkpointing=true")
     assert "\n" not in said
-    assert explain(torch.OutOfMemoryError("CUDA out of memory.")).startswith("out of memory: halve batch.micro")
+    assert explain(torch.OutOfMemoryError("CUDA out of memory.")).startswith("out of memory: write model.activation_checkpointing=true")
     assert explain(KeyError("x")) == "KeyError: 'x'"
