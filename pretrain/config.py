@@ -263,7 +263,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), options: Mapping[str, 
     if not cfg.run.name:
         cfg = replace(cfg, "run.name", path.stem)
     wrong = {error.partition(":")[0] for error in errors}
-    errors += [found for found in _contradictions(cfg) if found.partition(":")[0] not in wrong]
+    errors += [found for found in _contradictions(cfg) if (key := found.partition(":")[0]) not in wrong or "." not in key]
     errors += _check_options(cfg, options or {})
     if errors:
         raise ConfigError("\n".join(errors))

@@ -156,12 +156,17 @@ def test_training_past_a_damaged_checkpoint_writes_it_anew(ranks: Ranks, config:
     assert checkpoint.newest_valid(folder, pytest.fail) == damaged
 
 
-def test_going_back_to_an_earlier_checkpoint_replaces_the_later_ones(ranks: Ranks, config: Config) -> None:
-    """From step 2 with another learning rate: what is called step 6 afterwards is what was trained last."""
+def test_going_back_to_an_earlier_checkpoint_wants_the_later_ones_gone(ranks: Ranks, config: Config) -> None:
+    """From step 2 with another learning rate: later steps of the history that is given up would pass for the newest."""
     path = config({"train.checkpoint_every": 2, "train.keep_last": 9})
     ranks.run(drive.whole, path, [], size=1)
     folder = run_folder(path) / "checkpoints"
-    _, weights, _ = ranks.run(drive.whole, path, [f"run.resume={folder}/step_00000002", "optim.lr=0.001"], size=1)[0]
+    overrides = [f"run.resume={folder}/step_00000002", "optim.lr=0.001"]
+    with pytest.raises(ConfigError, match="step_00000006 in the same folder is of a later step; delete what you give up"):
+        find_start(configs.load(path, overrides, OPTIONS), quiet)
+    for later in (4, 6):
+        shutil.rmtree(folder / f"step_0000000{later}")
+    _, weights, _ = ranks.run(drive.whole, path, overrides, size=1)[0]
     found = {name: torch.full(w.shape, 99.0) for name, w in weights.items()}
     stored = torch.zeros(64, 32)
     newest = checkpoint.newest_valid(folder, pytest.fail)
