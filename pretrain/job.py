@@ -94,7 +94,7 @@ def start(
     init_hash, parameters = models.weights_hash(module), models.parameter_count(module)
     agree(control, {"config": identity_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": version("pretrain")})
     flops = models.flops_per_token(module, numbers.sequence_length)
-    compile_mode, compile_why = launch.choose_compile(cfg, device, flops * cfg.batch.tokens * numbers.steps / world.size)
+    compile_mode, compile_why = launch.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
         models.compile_model(module, compile_mode)
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))

@@ -106,7 +106,7 @@ def choose_precision(cfg: Config, device: torch.device) -> tuple[str, str]:
     return "fp32", "this CPU has no AMX" if device.type == "cpu" else f"bf16 is untested on {device.type}"
 
 
-def choose_compile(cfg: Config, device: torch.device, total_flops: float) -> tuple[str, str]:
+def choose_compile(cfg: Config, device: torch.device, precision: str, total_flops: float) -> tuple[str, str]:
     """(`off`, `block` or `whole`, why). Raises ConfigError where compiling was asked for and cannot be."""
     wanted = cfg.train.compile
     compiler = device.type != "cpu" or any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "clang++"))
@@ -115,6 +115,8 @@ def choose_compile(cfg: Config, device: torch.device, total_flops: float) -> tup
             return "off", "no C++ compiler was found"
         if device.type == "mps":
             return "off", "untested on mps"
+        if device.type == "cpu" and precision == "fp32":
+            return "off", "fp32 on a CPU is matrix products, as fast without"
         if device.type == "cpu" and total_flops < _WORTH_COMPILING:
             return "off", "the run is too short to win back the compilation"
         return ("block" if device.type == "cuda" else "whole"), "worth it for this run"
