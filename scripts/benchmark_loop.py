@@ -28,7 +28,7 @@ data: {sequence_length: 256}
 batch: {tokens: 4096, micro: 8}
 train: {max_steps: 100000, log_every: 10, eval_every: 0, checkpoint_every: 0}
 """
-_ROUNDS, _STEPS = 9, 10
+_ROUNDS, _STEPS = 7, 3
 
 
 def main(overrides: list[str]) -> None:
@@ -49,7 +49,7 @@ def _ours(job: Job, progress: Progress, watch: Watch) -> float:
     began = time.perf_counter()
     for _ in range(_STEPS):
         assert job.stops.agreed(job.control) is None
-        with watch.for_hangs():
+        with watch.hang:
             batch, loss_sum, result = update(job, progress.step + 1, progress.position)
             record_windows(job, progress, batch)
         watch.note(progress.step + 1, loss_sum, result)
