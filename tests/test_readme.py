@@ -60,6 +60,10 @@ def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path) -> None:
     for command in ran:
         if "scripts/" not in command:
             run(sandbox, command)
+    ending = re.findall(r"^  (pretrain .*)$", (ROOT / "scripts/quickstart.sh").read_text("utf-8"), re.MULTILINE)
+    assert len(ending) == 3
+    for command in ending:
+        run(sandbox, command)
     assert (sandbox / "report/loss_steps.png").stat().st_size > 10_000
     assert (sandbox / "exported/mine/model.safetensors").exists()
 
