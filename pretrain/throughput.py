@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-# Dense peak FLOP/s with fp32 accumulation, from the makers' data sheets: (name as CUDA reports it, 16-bit, fp32 through TF32).
-# H100/H200: NVIDIA H100 data sheet (half of the sparse figure); A100: A100 data sheet; V100, T4: theirs (16-bit is fp16);
-# L4, L40S, RTX: "Ada" and "Ampere GA102" white papers; B200: Blackwell architecture brief; MI300X: AMD's data sheet.
+# Dense peak FLOP/s with fp32 accumulation: (name as CUDA reports it, 16-bit, fp32 through TF32). Meant to be the makers' data sheets'
+# figures, written from memory: check the row of your GPU before you quote an MFU.
 PEAKS = (
     ("B200", 2250e12, 1100e12),
     ("H200", 989.4e12, 494.7e12),
