@@ -23,34 +23,32 @@ _PAD_ROWS_TO = 64  # matrix products want the vocabulary a multiple of this
 class _TokenLoss(torch.autograd.Function):
     """Sum of the cross-entropies of (N, V) logits in fp32, never holding more than one chunk of them in fp32.
 
-    Columns from `vocab_size` on are padding: they get no probability (logit −∞) and no gradient. Only the logits, in their own
-    dtype, are kept for the backward.
+    Columns from `vocab_size` on are padding: they get no probability (logit −∞) and no gradient. The logits are overwritten with
+    their own gradient while each chunk is still in the cache: nothing else may read them, and nothing of their size is kept beside them.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
-        ctx.save_for_backward(logits_NV, targets_N)
-        ctx.vocab_size = vocab_size
         total = logits_NV.new_zeros((), dtype=torch.float32)
         for logits, targets in _chunks(logits_NV, targets_N):
-            real = logits[:, :vocab_size].float()
-            total = total + nn.functional.cross_entropy(real, targets, reduction="sum", ignore_index=IGNORED)
+            logits[:, vocab_size:] = -torch.inf
+            log_p = logits.log_softmax(dim=-1, dtype=torch.float32)
+            total += nn.functional.nll_loss(log_p, targets, reduction="sum", ignore_index=IGNORED)
+            if ctx.needs_input_grad[0]:
+                real = targets.clamp(min=0)[:, None]
+                logits.copy_(log_p.exp_().scatter_add_(1, real, log_p.new_full((), -1.0).expand(real.shape)))
+        ctx.save_for_backward(logits_NV, targets_N)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits_NV, targets_N = ctx.saved_tensors
-        grad_NV = torch.zeros_like(logits_NV) if logits_NV.shape[1] > ctx.vocab_size else torch.empty_like(logits_NV)
-        for out, logits, targets in _chunks(grad_NV, logits_NV, targets_N):
-            grad = logits[:, : ctx.vocab_size].softmax(dim=-1, dtype=torch.float32)
-            grad.scatter_add_(1, targets.clamp(min=0)[:, None], grad.new_full((len(targets), 1), -1.0))
-            grad *= torch.where(targets == IGNORED, 0.0, grads[0])[:, None]
-            out[:, : ctx.vocab_size].copy_(grad)
+        grad_NV, targets_N = ctx.saved_tensors
+        grad_NV *= torch.where(targets_N == IGNORED, 0.0, grads[0]).to(grad_NV.dtype)[:, None]
         return grad_NV, None, None
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    size = max(512, -(-len(tensors[0]) // 16))  # few enough that a compiler can unroll them
+    size = max(128, -(-len(tensors[0]) // 16))  # few enough that a compiler can unroll them
     return zip(*(t.split(size) for t in tensors), strict=True)
 
 

@@ -189,13 +189,20 @@ def test_any_number_of_chunks_is_one_sum(rows: int) -> None:
     logits = torch.randn(rows, 12, requires_grad=True)
     targets = torch.randint(0, 10, (rows,))
     targets[::7] = IGNORED
-    (_TokenLoss.apply(logits, targets, 10) * 3).backward()
+    (_TokenLoss.apply(logits.clone(), targets, 10) * 3).backward()  # a copy, since it is consumed
     plain = logits.detach().clone().requires_grad_()
     expected = nn.functional.cross_entropy(plain[:, :10], targets, ignore_index=IGNORED, reduction="sum")
     (expected * 3).backward()
-    assert float(_TokenLoss.apply(logits, targets, 10)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(_TokenLoss.apply(logits.detach().clone(), targets, 10)) == pytest.approx(float(expected), rel=1e-5)
     assert plain.grad is not None
     torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_of_consumed_logits_is_refused() -> None:
+    loss_sum, _ = make()(tokens()[:, :-1], tokens()[:, 1:])
+    loss_sum.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_sum.backward()
 
 
 def test_all_targets_ignored_is_zero_and_finite() -> None:
