@@ -93,8 +93,10 @@ def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], group: dist.Pr
                 if isinstance(entry, TensorStorageMetadata)
             }
             wanted = {key: tuple(tensor.shape) for key, tensor in tensors[name].items()}
-            if stored != wanted:
-                differ = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
+            differ = sorted(key for key in wanted if stored.get(key) != wanted[key])
+            if name == "model":  # of the others a rank may want its share alone
+                differ += sorted(stored.keys() - wanted.keys())
+            if differ:
                 raise CheckpointError(
                     f"{path / name} does not fit this run: {differ[0]} is {stored.get(differ[0])} there and {wanted.get(differ[0])} here"
                 )

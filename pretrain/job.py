@@ -72,7 +72,7 @@ def start(
     numbers = layout(cfg, world.size, sets.windows_per_epoch)
     device = torch.device(launch.device_type(cfg))
     precision, precision_why = launch.choose_precision(cfg, device)
-    name, strategy = choose(cfg, world.size, precision)
+    strategy = choose(cfg, numbers, precision)
     _set_kernels(cfg)
     device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -100,11 +100,13 @@ def start(
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
-        checkpoint.load(found.checkpoint, strategy.state(), control)
+        state = strategy.state()
+        checkpoint.load(found.checkpoint, state, control)
+        strategy.load(state)
         strategy.load_numbers(found.numbers)
 
     facts = {
-        "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": name,
+        "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": strategy.name,
         "strategy_options": to_dict(strategy.options), "precision": precision, "compile": compile_mode, "device": _device_name(device),
         "parameters": parameters, "init_hash": init_hash, "threads": torch.get_num_threads(), "tokenizer": sets.tokenizer["name"],
         "fingerprints": sets.fingerprints, "accumulation": numbers.accumulation, "steps": numbers.steps,
@@ -136,10 +138,7 @@ def warm_up(job: Job) -> None:
     every start. It reorders them after its first backward, so that otherwise a resumed run would sum in another order."""
     torch.manual_seed(0)
     tokens_BT = torch.zeros(job.layout.micro, job.layout.sequence_length, dtype=torch.long, device=job.clock.device)
-    with job.strategy.accumulate(job.model, last=True):
-        loss_sum, _ = job.model(tokens_BT, tokens_BT.clone())  # not the same tensor twice: a compiler would make a rule of it
-        job.strategy.backward(loss_sum / tokens_BT.numel())
-    job.strategy.optimizer.zero_grad(set_to_none=True)
+    job.strategy.warm_up(tokens_BT, tokens_BT.clone())  # not the same tensor twice: a compiler would make a rule of it
 
 
 def together(group: dist.ProcessGroup | None, act: Callable[[], Any]) -> Any:

@@ -31,23 +31,29 @@ def make_recipe(parameters: Mapping[str, Tensor], optim: Optim) -> Recipe:
     return Recipe(matrices, hidden, frozenset(n for n in hidden if n.endswith("c_attn.weight")), optim)
 
 
+def parameter_groups(recipe: Recipe, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Every parameter in exactly one group, the groups in one order, some of them perhaps empty: Muon's first, where it has one."""
+    muon = recipe.hidden if recipe.optim.name == "muon" else frozenset()
+    chosen = ([muon] if muon else []) + [recipe.decayed - muon, parameters.keys() - recipe.decayed]
+    decays = [recipe.optim.weight_decay] * (len(chosen) - 1) + [0.0]
+    return [
+        {"params": [p for name, p in parameters.items() if name in names], "weight_decay": decay}
+        for names, decay in zip(chosen, decays, strict=True)
+    ]
+
+
 def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimizer:
-    """`parameters`: the same names, as wrapped. Every parameter in exactly one group, state allocated at once: memory runs out now or never."""
+    """`parameters`: the recipe's names, as wrapped; some may be missing. State is allocated at once: memory runs out now or never."""
     o = recipe.optim
-    named = parameters.items()
-    decay = [p for name, p in named if name in recipe.decayed]
-    rest = [p for name, p in named if name not in recipe.decayed]
-    groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = parameter_groups(recipe, parameters)
     optimizer: Optimizer
     if o.name == "sgd":
         optimizer = SGD(groups, lr=o.lr, momentum=o.momentum or 0.0, fused=True)
     elif o.name == "adamw":
         optimizer = AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
     else:
-        groups[0]["params"] = [p for name, p in named if name in recipe.decayed - recipe.hidden]
-        adamw = AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
-        hidden = [(p, 3 if name in recipe.fused_qkv else 1) for name, p in named if name in recipe.hidden]
-        optimizer = MuonAndAdamW(hidden, adamw, o)
+        hidden = [(p, 3 if name in recipe.fused_qkv else 1) for name, p in parameters.items() if name in recipe.hidden]
+        optimizer = MuonAndAdamW(hidden, AdamW(groups[-2:], lr=o.lr, betas=o.betas, eps=o.eps, fused=True), o)
     _allocate_state(optimizer)
     return optimizer
 
@@ -60,13 +66,15 @@ class MuonAndAdamW(Optimizer):
     """
 
     def __init__(self, hidden: list[tuple[Tensor, int]], adamw: AdamW, optim: Optim) -> None:
-        super().__init__([p for p, _ in hidden], {"lr": optim.lr})
+        super().__init__([{"params": [p for p, _ in hidden]}], {"lr": optim.lr})
         self._adamw = adamw
         self._views = [(p, part) for p, parts in hidden for part in range(parts)]
         self._parts = {id(p): parts for p, parts in hidden}
         momentum = 0.95 if optim.momentum is None else optim.momentum
         pieces = [nn.Parameter(self._piece(p.detach(), p, part)) for p, part in self._views]
-        self._muon = Muon(pieces, lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._muon = Muon(
+            [{"params": pieces}], lr=optim.lr, weight_decay=optim.weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
+        )
         self.param_groups += adamw.param_groups  # whole parameters, for whoever unscales or zeroes gradients
         for p, _ in hidden:
             self.state[p] = {MUON_STATE: torch.zeros_like(p)}

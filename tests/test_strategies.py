@@ -14,7 +14,7 @@ from group import Ranks
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain import config as configs
-from pretrain import launch, loader, train
+from pretrain import loader, train
 from pretrain import model as models
 from pretrain.job import Job
 from pretrain.optim import lr_at
@@ -195,7 +195,7 @@ def test_bf16_keeps_weights_moments_and_gradients_in_fp32(ranks: Ranks, config: 
 def test_bf16_does_not_swallow_small_updates(config: Config) -> None:
     """100 updates of 6e-4 on a weight of 1: bf16 weights would not move at all."""
     cfg = configs.load(config({"run.precision": "bf16", "optim.lr": 6e-4, "optim.weight_decay": 0.0, "optim.schedule": "constant"}))
-    _, strategy = choose(cfg, 1, "bf16")
+    strategy = choose(cfg, configs.layout(cfg, 1, 100), "bf16")
     weight = fed_by_hand(strategy, cfg, [1.0], [[[1.0]]] * 100)
     assert float(weight[0]) == pytest.approx(1 - 100 * 6e-4, rel=1e-3)
 
@@ -234,7 +234,7 @@ def fed_by_hand(strategy: Any, cfg: configs.Config, start: list[float], updates:
 def test_fp16_unscales_before_it_clips(config: Config) -> None:
     cfg = configs.load(config({"optim.name": "sgd", "optim.lr": 1.0, "optim.grad_clip": 1.0, "optim.weight_decay": 0.0}))
     results: list[Any] = []
-    weight = fed_by_hand(choose(cfg, 1, "fp16")[1], cfg, [0.0, 0.0], [[[3.0, 4.0]]], results, scale=65536.0)
+    weight = fed_by_hand(choose(cfg, configs.layout(cfg, 1, 100), "fp16"), cfg, [0.0, 0.0], [[[3.0, 4.0]]], results, scale=65536.0)
     assert float(results[0].grad_norm) == pytest.approx(5.0)
     assert weight.tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
 
@@ -243,7 +243,7 @@ def test_clipping_sees_the_sum_of_the_micro_batches(config: Config) -> None:
     """Halves of 3 and −2 add up to 0.5: nothing to clip at 1."""
     cfg = configs.load(config({"optim.name": "sgd", "optim.lr": 1.0, "optim.grad_clip": 1.0, "optim.weight_decay": 0.0}))
     results: list[Any] = []
-    weight = fed_by_hand(choose(cfg, 1, "fp32")[1], cfg, [0.0], [[[1.5], [-1.0]]], results)
+    weight = fed_by_hand(choose(cfg, configs.layout(cfg, 1, 100), "fp32"), cfg, [0.0], [[[1.5], [-1.0]]], results)
     assert [float(r.grad_norm) for r in results] == [0.5]
     assert weight.tolist() == [-0.5]
 
@@ -343,7 +343,7 @@ def test_fp16_retries_the_same_windows_at_a_lower_scale(ranks: Ranks, config: Co
 
 def test_fp16_gives_up_when_no_scale_helps(config: Config) -> None:
     cfg = configs.load(config())
-    strategy = choose(cfg, 1, "fp16")[1]
+    strategy = choose(cfg, configs.layout(cfg, 1, 100), "fp16")
     results: list[Any] = []
     fed_by_hand(strategy, cfg, [1.0], [[[math.nan]]] * 40, results)
     assert not any(bool(r.applied) for r in results)
@@ -351,27 +351,19 @@ def test_fp16_gives_up_when_no_scale_helps(config: Config) -> None:
         strategy.must_retry(results[-1])
 
 
-def names_and_refusals(path: Path, overrides: list[str]) -> str:
+def chosen(path: Path, overrides: list[str], size: int) -> str:
+    """The strategy's name, or why it was refused: before any process group exists."""
     cfg = configs.load(path, overrides, OPTIONS)
-    name, strategy = choose(cfg, launch.read_world().size, "fp32")
-    strategy.make_accelerator(cfg)
-    module = ByHand([1.0])
     try:
-        strategy.wrap(module)
+        return choose(cfg, configs.layout(cfg, size, 100), "fp32").name
     except configs.ConfigError as error:
         return str(error)
-    return name
 
 
-def test_what_was_asked_for_is_what_runs(ranks: Ranks, config: Config) -> None:
-    assert ranks.run(names_and_refusals, config(), [], size=1) == ["single"]
-    assert ranks.run(names_and_refusals, config(), [], size=2) == ["ddp", "ddp"]
-    for outcome in ranks.outcomes(names_and_refusals, config(), ["strategy.name=single"], size=2):
-        assert "strategy.name=single runs in one process; 2 were started" in outcome.error
-    assert (
-        "strategy.name=ddp needs at least 2 processes; 1 was started"
-        in ranks.run(names_and_refusals, config(), ["strategy.name=ddp"], size=1)[0]
-    )
+def test_what_was_asked_for_is_what_runs(config: Config) -> None:
+    assert [chosen(config(), [], size) for size in (1, 2)] == ["single", "ddp"]
+    assert "strategy.name=single runs in one process; 2 were started" in chosen(config(), ["strategy.name=single"], 2)
+    assert "strategy.name=ddp needs at least 2 processes; 1 was started" in chosen(config(), ["strategy.name=ddp"], 1)
 
 
 def test_accelerates_environment_has_no_say(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +374,7 @@ def test_accelerates_environment_has_no_say(config: Config, monkeypatch: pytest.
     }.items():
         monkeypatch.setenv(name, value)
     cfg = configs.load(config())
-    accelerator = choose(cfg, 1, "fp32")[1].make_accelerator(cfg)
+    accelerator = choose(cfg, configs.layout(cfg, 1, 100), "fp32").make_accelerator(cfg)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
     assert accelerator.state.dynamo_plugin.backend == "NO"
 

@@ -10,9 +10,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pretrain.config import Config, ConfigError
+from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import Recipe, gated_step, make_optimizer
 
 _SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
@@ -30,35 +31,66 @@ class StepResult:
     applied: Tensor  # 0-d bool: False where the gradient was not finite and the update was refused
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, sharing its memory; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class Strategy:
     """One process. Call make_accelerator, then prepare; then, for every update, accumulate and backward per micro-batch, and step."""
 
     Options: type = NoOptions
+    processes: tuple[int, float] = (1, 1)  # fewest and most that it runs in
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    optimizers: tuple[str, ...] = ("adamw", "muon", "sgd")
+    sharded = False  # whether one process alone lacks some of the weights
 
-    def __init__(self, options: Any, precision: str) -> None:
-        self.options, self.precision = options, precision
+    def __init__(self, name: str, options: Any, precision: str) -> None:
+        self.name, self.options, self.precision = name, options, precision
         self.accelerator: Accelerator
         self.model: nn.Module  # as wrapped
         self.module: nn.Module  # plain: its names are the checkpoint's
         self.optimizer: Optimizer
         self.scaler: torch.amp.GradScaler | None = None
 
+    def check(self, cfg: Config, layout: Layout) -> None:
+        """Before any process group is made. Raises ConfigError for what this family cannot do, naming what can."""
+        world, (fewest, most) = layout.world_size, self.processes
+        if world > most:
+            raise ConfigError(f"strategy.name={self.name} runs in one process; {world} were started: use strategy.name=ddp")
+        if world < fewest:
+            started = "1 was" if world == 1 else f"{world} were"
+            raise ConfigError(
+                f"strategy.name={self.name} needs at least {fewest} processes; {started} started: launch with --num_processes {fewest} "
+                "--multi_gpu" + ("" if world > 1 else ", or use strategy.name=single")
+            )
+        for key, value, possible in (
+            ("run.precision", self.precision, self.precisions),
+            ("optim.name", cfg.optim.name, self.optimizers),
+        ):
+            if value not in possible:
+                raise ConfigError(
+                    f"strategy.name={self.name} does not work with {key}={value}{self.why_not(key)}; use {' or '.join(possible)}"
+                )
+
+    def why_not(self, key: str) -> str:
+        """The reason that a refusal of this key's value gives, from a comma on."""
+        return ""
+
     def make_accelerator(self, cfg: Config) -> Accelerator:
         """Plugins are built from our config alone: nothing that a launcher exported gets a say."""
         on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
-        self.accelerator = Accelerator(
-            cpu=on_cpu,
-            mixed_precision="no",  # autocast and loss scaling are here, since Accelerate's fp16 on a CPU is fp32
-            dynamo_backend="no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            log_with=None,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=_SETUP_TIMEOUT), *self.handlers()],
-        )
-        if self.accelerator.num_processes != 1 and type(self) is Strategy:
-            raise ConfigError(
-                f"strategy.name=single runs in one process; {self.accelerator.num_processes} were started: use strategy.name=ddp"
-            )
+        self.accelerator = Accelerator(cpu=on_cpu, **self.accelerator_arguments())
         return self.accelerator
+
+    def accelerator_arguments(self) -> dict[str, Any]:
+        return {
+            "mixed_precision": "no",  # autocast and loss scaling are here, since Accelerate's fp16 on a CPU is fp32
+            "dynamo_backend": "no",
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+            "log_with": None,
+            "kwargs_handlers": [InitProcessGroupKwargs(timeout=_SETUP_TIMEOUT), *self.handlers()],
+        }
 
     def handlers(self) -> list[Any]:
         """Accelerate's keyword handlers for this family."""
@@ -70,7 +102,7 @@ class Strategy:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
             self.module.forward = torch.autocast(self.accelerator.device.type, dtype)(self.module.forward)
         self.model = self.wrap(self.module)
-        self.optimizer = make_optimizer(recipe, dict(self.module.named_parameters()))
+        self.optimizer = self.optimize(recipe)
         if self.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.accelerator.device.type)
             self.scaler.scale(torch.zeros((), device=self.accelerator.device))  # makes the scale a tensor, so that it can be saved
@@ -78,6 +110,20 @@ class Strategy:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         return module
+
+    def optimize(self, recipe: Recipe) -> Optimizer:
+        return make_optimizer(recipe, self.named_parameters())
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """This process's parameters, or parts of them, as the optimiser sees them, under their plain names."""
+        return dict(self.module.named_parameters())
+
+    def warm_up(self, inputs_BT: Tensor, targets_BT: Tensor) -> None:
+        """A forward and backward whose gradients are thrown away: see `job.warm_up`."""
+        with self.accumulate(self.model, last=True):
+            loss_sum, _ = self.model(inputs_BT, targets_BT)
+            self.backward(loss_sum / targets_BT.numel())
+        self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Around one micro-batch's forward and backward; gradients are reduced after the last."""
@@ -92,16 +138,27 @@ class Strategy:
         """Unscale, clip, update where the norm is finite, zero. Waits for no device."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        parameters = list(self.module.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [local(p.grad) for p in self.named_parameters().values() if p.grad is not None]
+        norm = self.total_norm(gradients)
         if grad_clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+            torch._foreach_mul_(gradients, (grad_clip / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         applied = torch.isfinite(norm)
-        gated_step(self.optimizer, (~applied).float())
+        refused = (~applied).float()
+        self.update(refused.to(gradients[0].device))
         if self.scaler is not None:
+            for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                found.copy_(refused)  # the verdict on all ranks' gradients, so that their scales stay equal
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, applied)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Of the whole gradient, from this process's part of it."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def update(self, refused: Tensor) -> None:
+        """One step of the optimiser, which the device itself refuses where `refused` is 1."""
+        gated_step(self.optimizer, refused)
 
     def must_retry(self, result: StepResult) -> bool:
         """fp16 alone: whether the update overflowed and the same windows must be tried at the lower scale. Waits for the device."""
@@ -123,17 +180,30 @@ class Strategy:
         return True
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Live tensors under plain names, tied ones once: `model`, `optimizer` (NAME.KEY), `extras`. Loading writes into them."""
+        """Tensors under plain names, tied ones once: `model`, `optimizer` (NAME.KEY), `extras`; each rank its share."""
+        return {"model": self.model_state(), "optimizer": self.optimizer_state(self.optimizer), "extras": {}}
+
+    def model_state(self) -> dict[str, Tensor]:
         named = dict(self.module.named_parameters())
         tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - named.keys()
-        model = {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
-        optimizer = {
+        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return {
             f"{name}.{key}": value
-            for name, p in named.items()
-            for key, value in self.optimizer.state.get(p, {}).items()
+            for name, p in self.named_parameters().items()
+            for key, value in optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor)
         }
-        return {"model": model, "optimizer": optimizer, "extras": {}}
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what was read into the tensors of `state()`: nothing to do where these are the ones that train."""
+
+    @torch.no_grad()
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in full under its plain name, one after the other. All ranks call it."""
+        for name, tensor in self.model_state().items():
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def numbers(self) -> dict[str, Any]:
         """What the checkpoint keeps beside tensors."""

@@ -1,5 +1,6 @@
 """Replicas of the whole model; gradients are averaged while the backward still runs (Li et al. 2020, arXiv 2006.15704)."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pretrain.config import ConfigError
 from pretrain.strategies.base import Strategy
 
 
@@ -21,6 +21,7 @@ class DDPOptions:
 
 class DDP(Strategy):
     Options = DDPOptions
+    processes = (2, math.inf)
 
     def handlers(self) -> list[Any]:
         o: DDPOptions = self.options
@@ -34,10 +35,7 @@ class DDP(Strategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         wrapped = self.accelerator.prepare_model(module)
-        if not isinstance(wrapped, DistributedDataParallel):
-            raise ConfigError(
-                f"strategy.name=ddp needs at least 2 processes; {self.accelerator.num_processes} was started: use strategy.name=single, or launch with --num_processes 2 --multi_gpu"
-            )
+        assert isinstance(wrapped, DistributedDataParallel), "Accelerate fell back to one process"
         return wrapped
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
