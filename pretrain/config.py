@@ -3,6 +3,7 @@
 A key marked `free` may change between two starts of one run: it alters layout, logging or intervals, not what is computed.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -129,6 +130,9 @@ class Strategy:
         free=True,
     )
     options: Mapping[str, Any] = key({}, "the strategy's own options", free=True)
+    shard_size: int | None = key(None, "`hsdp`: processes that share one copy (default: those of a node, or half of them)", free=True)
+    replicas: int | None = key(None, "local methods: copies that train apart, each one or more processes (default: one per process)")
+    simulate: int | None = key(None, "local methods: train so many replicas in turn in one process, for learning and not for speed")
 
 
 @dataclass(frozen=True)
@@ -347,7 +351,13 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint == tuple[Source, ...]:
         return _convert_sources(value)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _convert(value, next(a for a in args if a is not type(None)))
+        if value is None and type(None) in args:
+            return None
+        *others, last = [a for a in args if a is not type(None)]
+        for other in others:
+            with contextlib.suppress(ValueError):
+                return _convert(value, other)
+        return _convert(value, last)
     if origin is Literal:
         if value is False and "off" in args:  # YAML 1.1 reads a bare `off` as a boolean
             value = "off"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from pretrain.config import Optim
@@ -48,7 +49,8 @@ def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimize
     groups = parameter_groups(recipe, parameters)
     optimizer: Optimizer
     if o.name == "sgd":
-        optimizer = SGD(groups, lr=o.lr, momentum=o.momentum or 0.0, fused=True)
+        fused = not any(isinstance(p, DTensor) for p in parameters.values())  # torch's fused SGD knows no shards
+        optimizer = SGD(groups, lr=o.lr, momentum=o.momentum or 0.0, fused=fused)
     elif o.name == "adamw":
         optimizer = AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
     else:
@@ -88,26 +90,34 @@ class MuonAndAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pieces = self._muon.param_groups[0]["params"]
-        before = [(piece.clone(), self._muon.state[piece][MUON_STATE].clone()) for piece in pieces]
         for piece, (p, part) in zip(pieces, self._views, strict=True):
             piece.grad = None if p.grad is None else self._piece(p.grad, p, part)
         self._muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self._muon.step()
-        for piece, (weight, momentum) in zip(pieces, before, strict=True):
-            if self.found_inf is not None:  # torch's Muon knows no gate: put back what a refused update touched
-                refused = self.found_inf > 0
-                piece.copy_(torch.where(refused, weight, piece))
-                state = self._muon.state[piece][MUON_STATE]
-                state.copy_(torch.where(refused, momentum, state))
+        gated_step(self._muon, self.found_inf)
+        for piece in pieces:
             piece.grad = None
         gated_step(self._adamw, self.found_inf)
         self.state.update(self._adamw.state)
 
 
+@torch.no_grad()
 def gated_step(optimizer: Optimizer, found_inf: Tensor | None) -> None:
     """A step that the device itself refuses where `found_inf` (0-d float32) is 1: weights, moments and counters stay untouched."""
-    optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+    if found_inf is None or optimizer.defaults.get("fused") or isinstance(optimizer, MuonAndAdamW):
+        optimizer.found_inf, optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        optimizer.step()
+        return
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    touched = [local(t) for t in (*every_parameter(optimizer), *states)]
+    before = [t.clone() for t in touched]
     optimizer.step()
+    for tensor, old in zip(touched, before, strict=True):  # it knows no gate: put back what a refused update touched
+        tensor.copy_(torch.where(found_inf > 0, old, tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor, sharing its memory; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _allocate_state(optimizer: Optimizer) -> None:

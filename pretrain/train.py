@@ -14,6 +14,8 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -147,7 +149,7 @@ def evaluate(job: Job, progress: Progress) -> None:
     with job.clock.apart("evaluation"), job.strategy.evaluation_weights() as module:
         batches = evaluation_batches(job.sets.val, job.layout.sequence_length, job.layout.micro, job.sets.eval_windows,
                                      job.world.rank, job.world.size, job.clock.device)  # fmt: skip
-        same_graph = job.compile_mode != "off" and job.cfg.model.dropout == 0 and job.cfg.model.build is None
+        same_graph = job.compile_mode != "off" and job.cfg.model.dropout == 0 and job.cfg.model.build is None and not job.strategy.sharded
         loss, tokens = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device, same_graph)
     metrics = {"step": progress.step, **evaluation.evaluation_metrics(loss, job.sets.bytes_per_token)}
     if job.tracker:
@@ -161,7 +163,7 @@ def evaluate(job: Job, progress: Progress) -> None:
 
 
 def sample(job: Job) -> None:
-    with job.clock.apart("sample"), job.strategy.evaluation_weights() as module:
+    with job.clock.apart("sample"), whole_model(job) as module:
         if job.is_main and job.tokenizer is not None and isinstance(module, models.PretrainGPT2):
             module.eval()
             try:
@@ -170,6 +172,20 @@ def sample(job: Job) -> None:
             finally:
                 module.train()
             job.say("  | " + text.strip().replace("\n", "\n  | "))
+
+
+@contextmanager
+def whole_model(job: Job) -> Iterator[torch.nn.Module | None]:
+    """A module that one process can run alone: the trained one, or where that is sharded a copy, on the main process."""
+    if not job.strategy.sharded:
+        with job.strategy.evaluation_weights() as module:
+            yield module
+        return
+    copy = models.from_description(job.described).to(job.clock.device) if job.is_main else None
+    for name, tensor in job.strategy.whole_weights():
+        if copy is not None:
+            models.named_tensors(copy)[name].copy_(tensor)
+    yield copy
 
 
 def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:

@@ -3,10 +3,22 @@
 from pretrain.config import Config, ConfigError, Layout, build_options
 from pretrain.strategies.base import StepResult, Strategy
 from pretrain.strategies.ddp import DDP
+from pretrain.strategies.fsdp import FSDP1, FSDP2, HSDP, FSDP1GradOp, FSDP2GradOp
+from pretrain.strategies.zero1 import Zero1
+from pretrain.strategies.zero_deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
     "ddp": DDP,
+    "zero1": Zero1,
+    "fsdp1": FSDP1,
+    "fsdp1_grad_op": FSDP1GradOp,
+    "fsdp2": FSDP2,
+    "fsdp2_grad_op": FSDP2GradOp,
+    "hsdp": HSDP,
+    "deepspeed1": DeepSpeed1,
+    "deepspeed2": DeepSpeed2,
+    "deepspeed3": DeepSpeed3,
 }
 OPTIONS: dict[str, type] = {name: cls.Options for name, cls in STRATEGIES.items()}
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pretrain.config import Config, ConfigError, Layout
-from pretrain.optim import Recipe, gated_step, make_optimizer
+from pretrain.optim import Recipe, gated_step, local, make_optimizer
 
 _SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
 _MIN_LOSS_SCALE = 2.0**-14  # below fp16's smallest normal number no scale can help
@@ -31,11 +31,6 @@ class StepResult:
     applied: Tensor  # 0-d bool: False where the gradient was not finite and the update was refused
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, sharing its memory; a plain tensor is its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Strategy:
     """One process. Call make_accelerator, then prepare; then, for every update, accumulate and backward per micro-batch, and step."""
 
@@ -43,6 +38,7 @@ class Strategy:
     processes: tuple[int, float] = (1, 1)  # fewest and most that it runs in
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     optimizers: tuple[str, ...] = ("adamw", "muon", "sgd")
+    keys: tuple[str, ...] = ()  # of the section `strategy`, those that only some families take
     sharded = False  # whether one process alone lacks some of the weights
 
     def __init__(self, name: str, options: Any, precision: str) -> None:
@@ -64,6 +60,9 @@ class Strategy:
                 f"strategy.name={self.name} needs at least {fewest} processes; {started} started: launch with --num_processes {fewest} "
                 "--multi_gpu" + ("" if world > 1 else ", or use strategy.name=single")
             )
+        for key in ("shard_size", "replicas", "simulate"):
+            if getattr(cfg.strategy, key) is not None and key not in self.keys:
+                raise ConfigError(f"strategy.{key}={getattr(cfg.strategy, key)} means nothing to strategy.name={self.name}; leave it out")
         for key, value, possible in (
             ("run.precision", self.precision, self.precisions),
             ("optim.name", cfg.optim.name, self.optimizers),
@@ -79,8 +78,8 @@ class Strategy:
 
     def make_accelerator(self, cfg: Config) -> Accelerator:
         """Plugins are built from our config alone: nothing that a launcher exported gets a say."""
-        on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
-        self.accelerator = Accelerator(cpu=on_cpu, **self.accelerator_arguments())
+        self.on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
+        self.accelerator = Accelerator(cpu=self.on_cpu, **self.accelerator_arguments())
         return self.accelerator
 
     def accelerator_arguments(self) -> dict[str, Any]:
