@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
     {"config", "shards", "order"},
-    {"loader", "optim", "launch", "stopping", "runfolder", "throughput", *CORPUS},
+    {"loader", "optim", "launch", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
     {"resume", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},
