@@ -101,6 +101,13 @@ def start(
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
         state = strategy.state()
+        theirs = found.numbers.get("extras")
+        if theirs != strategy.extras_kind():
+            state["extras"] = {}
+            notes = [
+                *notes,
+                f"the checkpoint's extras ({theirs or 'none'}) are not of this strategy and layout: going on from its canonical part",
+            ]
         checkpoint.load(found.checkpoint, state, control)
         strategy.load(state)
         strategy.load_numbers(found.numbers)

@@ -80,7 +80,7 @@ def train(job: Job, progress: Progress) -> str | None:
     if progress.step == 0:
         evaluate(job, progress)
     while not job.layout.finished(progress.step, progress.position):
-        if reason := job.stops.agreed(job.control):
+        if (reason := job.stops.agreed(job.control)) and job.strategy.may_save(progress.step):
             save(job, progress, watch, must=True)
             return reason
         with watch.hang:
@@ -204,6 +204,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
         },
         "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},
         "config_hash": config.identity_hash(job.cfg),
+        "extras": job.strategy.extras_kind(),
         **job.strategy.numbers(),
     }
     with job.clock.apart("checkpoint"):

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import math
 import os
 import threading
 import time
@@ -57,8 +58,9 @@ class Watch:
             ]
         )
         rows: list[list[float]] = self.job.strategy.accelerator.gather(row[None]).tolist()
-        if rows[0][0] and self.job.cfg.train.nonfinite == "stop":
-            step = int(rows[0][0])
+        refused = [row[0] for row in rows if row[0]]  # replicas that train apart refuse apart
+        if refused and self.job.cfg.train.nonfinite == "stop":
+            step = int(min(refused))
             culprit = next((rank for rank, (_, bad, *_) in enumerate(rows) if bad == step), None)
             whose = "every rank's loss was finite" if culprit is None else f"rank {culprit} had a loss that is not finite"
             raise NonFinite(f"the gradient of step {step:,} was not finite ({whose}); its update and later such were not applied; "
@@ -80,8 +82,8 @@ class Watch:
             "epoch": progress.position / job.sets.windows_per_epoch,
             "loss": sum(row[3] for row in rows) / batch.tokens,
             "lr": lr_at(progress.step, job.cfg.optim, job.layout.steps),
-            "grad_norm": rows[0][4],
-            "skipped": int(rows[0][5]),
+            "grad_norm": math.sqrt(sum(row[4] ** 2 for row in rows) / len(rows)),  # differs between replicas that train apart
+            "skipped": int(max(row[5] for row in rows)),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / job.world.size,
             **({"mfu": flops_per_second / job.peak[1]} if job.peak else {}),
@@ -91,6 +93,7 @@ class Watch:
             "peak_memory_bytes": int(max(row[2] for row in rows)),
             "wire_bytes": wire,
             "wire_bytes_total": progress.wire_bytes_total,
+            **{name: float(value) for name, value in job.strategy.telemetry().items()},
             "restarts": progress.restarts,
             "time": time.time(),
         }

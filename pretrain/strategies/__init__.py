@@ -4,6 +4,7 @@ from pretrain.config import Config, ConfigError, Layout, build_options
 from pretrain.strategies.base import StepResult, Strategy
 from pretrain.strategies.ddp import DDP
 from pretrain.strategies.fsdp import FSDP1, FSDP2, HSDP, FSDP1GradOp, FSDP2GradOp
+from pretrain.strategies.local import DiLoCo, LocalSGD
 from pretrain.strategies.zero1 import Zero1
 from pretrain.strategies.zero_deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
@@ -16,6 +17,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fsdp2": FSDP2,
     "fsdp2_grad_op": FSDP2GradOp,
     "hsdp": HSDP,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
     "deepspeed1": DeepSpeed1,
     "deepspeed2": DeepSpeed2,
     "deepspeed3": DeepSpeed3,

@@ -195,6 +195,10 @@ class Strategy:
             if isinstance(value, Tensor)
         }
 
+    def extras_kind(self) -> dict[str, Any] | None:
+        """What a checkpoint's extras must be of to be used here; None for families without extras."""
+        return None
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over what was read into the tensors of `state()`: nothing to do where these are the ones that train."""
 
@@ -223,6 +227,10 @@ class Strategy:
     def wire(self, step: int) -> int:
         """Bytes that this rank sends for update `step`, by formula."""
         return 0
+
+    def telemetry(self) -> dict[str, Tensor]:
+        """More 0-d numbers for metrics.jsonl, the same on all ranks."""
+        return {}
 
     def finish(self) -> None:
         self.accelerator.end_training()
