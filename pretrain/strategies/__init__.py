@@ -2,6 +2,7 @@
 
 from pretrain.config import Config, ConfigError, Layout, build_options
 from pretrain.strategies.base import StepResult, Strategy
+from pretrain.strategies.dataparallel import DataParallel
 from pretrain.strategies.ddp import DDP
 from pretrain.strategies.fsdp import FSDP1, FSDP2, HSDP, FSDP1GradOp, FSDP2GradOp
 from pretrain.strategies.local import DiLoCo, LocalSGD
@@ -10,6 +11,7 @@ from pretrain.strategies.zero_deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
+    "dataparallel": DataParallel,
     "ddp": DDP,
     "zero1": Zero1,
     "fsdp1": FSDP1,
