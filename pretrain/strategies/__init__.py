@@ -2,6 +2,7 @@
 
 from pretrain.config import Config, ConfigError, Layout, build_options
 from pretrain.strategies.base import StepResult, Strategy
+from pretrain.strategies.compressed import DDPBf16, DDPFp16, DDPPowerSGD
 from pretrain.strategies.dataparallel import DataParallel
 from pretrain.strategies.ddp import DDP
 from pretrain.strategies.fsdp import FSDP1, FSDP2, HSDP, FSDP1GradOp, FSDP2GradOp
@@ -13,6 +14,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "single": Strategy,
     "dataparallel": DataParallel,
     "ddp": DDP,
+    "ddp_comm_fp16": DDPFp16,
+    "ddp_comm_bf16": DDPBf16,
+    "ddp_powersgd": DDPPowerSGD,
     "zero1": Zero1,
     "fsdp1": FSDP1,
     "fsdp1_grad_op": FSDP1GradOp,
