@@ -63,8 +63,9 @@ class Job:
 
 
 def start(
-    cfg: Config, config_file: Path, overrides: list[str], world: launch.World, notes: list[str], stops: StopRequests
-) -> tuple[Job, Progress]:
+    cfg: Config, config_file: Path, overrides: list[str], world: launch.World, notes: list[str], stops: StopRequests,
+    launched: launch.Launched | None = None,
+) -> tuple[Job, Progress]:  # fmt: skip
     """Every rank calls it. Raises ConfigError or ShardError, the same on every rank, for what the user can mend; Finished at the end."""
     began = time.perf_counter()
     cpu_note = launch.prepare_cpu(world)
@@ -72,7 +73,8 @@ def start(
     numbers = layout(cfg, world.size, sets.windows_per_epoch)
     device = torch.device(launch.device_type(cfg))
     precision, precision_why = launch.choose_precision(cfg, device)
-    strategy = choose(cfg, numbers, precision)
+    strategy = choose(cfg, numbers, precision, launched)
+    launch.forget_plugins()
     _set_kernels(cfg)
     device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         folder = cfg.folder
         notes = launch.check_launcher(world)
         tracking.check(cfg)
-        job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops)
+        job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops, launch.launched_strategy())
     except Finished as finished:
         return end(folder, world, str(finished), state="finished", status=0)
     except (ConfigError, ShardError, CheckpointError) as error:

@@ -129,16 +129,6 @@ def test_launches_that_would_fall_back_are_refused(place: Path, path: Path) -> N
         assert started.metrics() == []
 
 
-def test_a_launcher_that_names_a_plugin_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = product_launch.World(0, 0, 1, 1)
-    assert product_launch.check_launcher(one) == []
-    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "true")
-            with pytest.raises(config.ConfigError, match=f"{name}=true.*launch without it, or name its strategy"):
-                product_launch.check_launcher(one)
-
-
 @pytest.mark.parametrize(("told", "wanted", "found"), [
     ("no", "auto", ("fp32", "bf16")), ("bf16", "auto", ("bf16",)), ("fp16", "auto", ("fp16",)), ("no", "fp16", ("fp16",)), ("bf16", "bf16", ("bf16",)),
     ("bf16", "fp32", "asks for bf16 and run.precision for fp32"), ("fp16", "bf16", "asks for fp16"), ("fp8", "auto", "'fp8'"), ("fp8", "bf16", "'fp8'"),

@@ -1,6 +1,9 @@
 """One key chooses how the work is spread over processes. A new strategy is a new file and a line here."""
 
+from dataclasses import replace
+
 from pretrain.config import Config, ConfigError, Layout, build_options
+from pretrain.launch import Launched
 from pretrain.strategies.base import StepResult, Strategy
 from pretrain.strategies.compressed import DDPBf16, DDPFp16, DDPPowerSGD
 from pretrain.strategies.dataparallel import DataParallel
@@ -34,17 +37,28 @@ OPTIONS: dict[str, type] = {name: cls.Options for name, cls in STRATEGIES.items(
 __all__ = ["OPTIONS", "STRATEGIES", "StepResult", "Strategy", "choose"]
 
 
-def choose(cfg: Config, layout: Layout, precision: str, launched: str | None = None) -> Strategy:
+def choose(cfg: Config, layout: Layout, precision: str, launched: Launched | None = None) -> Strategy:
     """The strategy that the config names; `auto` is what the launch asks for, else `ddp` for several processes and `single` for one.
 
     Raises ConfigError where the two disagree, or where it cannot do what the config wants of it.
     """
-    name = cfg.strategy.name
+    name, asked = cfg.strategy.name, launched.strategy if launched else None
     if name == "auto":
-        name = launched or ("ddp" if layout.world_size > 1 else "single")
-    elif launched not in (None, name):
-        raise ConfigError(f"the launch asks for {launched} and strategy.name for {name}; drop one (strategy.name=auto takes the launch's)")
+        name = asked or ("ddp" if layout.world_size > 1 else "single")
+    elif asked not in (None, name):
+        raise ConfigError(f"the launch asks for {asked} and strategy.name for {name}; drop one (strategy.name=auto takes the launch's)")
+    if launched and launched.shard_size:
+        cfg = _sized(cfg, launched.shard_size)
     cls = STRATEGIES[name]
     strategy = cls(name, build_options(cls.Options, cfg.strategy.options), precision)
     strategy.check(cfg, layout)
     return strategy
+
+
+def _sized(cfg: Config, shard_size: int) -> Config:
+    """With the launch's mesh."""
+    if cfg.strategy.shard_size not in (None, shard_size):
+        raise ConfigError(
+            f"the launch's mesh shards among {shard_size} processes and strategy.shard_size says {cfg.strategy.shard_size}; drop one"
+        )
+    return replace(cfg, strategy=replace(cfg.strategy, shard_size=shard_size))
