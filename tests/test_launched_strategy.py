@@ -202,6 +202,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> tuple[dic
         ("simple_launcher", lambda args: prepare_simple_launcher_cmd_env(args)[1]),
     ):
         monkeypatch.setattr(launcher, name, partial(take, prepare, name != "simple_launcher"))
+    monkeypatch.setattr(launcher, "default_config_file", "none of the person's who runs this test")
     launcher.launch_command(launcher.launch_command_parser().parse_args([*arguments, "train.py"]))
     return found[0]
 
