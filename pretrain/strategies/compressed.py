@@ -122,7 +122,7 @@ class PowerSGD:
 
     Not torch's powerSGD_hook, whose callbacks wait for all-reduces: gloo runs callbacks in the threads that communicate, and with more than
     one bucket they wait for each other for ever. Here the hook of the last bucket waits, in autograd's thread, for two all-reduces in all.
-    So little travels that to start it earlier would not help. Errors and Q belong to parameters, since DDP reorders its buckets.
+    So little travels that nothing starts before the last. Errors and Qs belong to parameters, since DDP reorders its buckets.
     """
 
     def __init__(self, options: PowerSGDOptions, start: int, parameters: Mapping[str, Tensor]) -> None:
@@ -137,9 +137,8 @@ class PowerSGD:
         device = next(iter(parameters.values())).device
         self.errors = {n: torch.zeros(self.shapes[n], device=device) for n in self.ranks} if options.use_error_feedback else {}
         self.qs = {n: self.random_q(n).to(device) for n in self.ranks} if options.warm_start else {}
-        self.found: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # this update's error and Q, until one knows whether it is applied; the warm-up's never are
+        # This update's errors and Qs, until one knows whether it is applied; the warm-up's never are.
+        self.found: dict[str, tuple[Tensor, Tensor]] = {}
         self.scale = torch.ones((), device=device)  # fp16's loss scale, which changes between updates: errors are kept without it
         self.gradients: dict[str, Tensor] = {}  # of the buckets that wait for the last one
         self.waiting: list[tuple[Future[Tensor], Tensor]] = []
@@ -185,8 +184,8 @@ def average_by_powersgd(state: PowerSGD, bucket: GradBucket) -> Future[Tensor]:
     state.gradients |= {state.names[id(p)]: gradient for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)}
     if bucket.is_last():
         state.average()
-        for future, buffer in state.waiting:
-            future.set_result(buffer)
+        for waiting, averaged in state.waiting:
+            waiting.set_result(averaged)
         state.waiting = []
     return future
 
