@@ -99,6 +99,12 @@ def report(o: argparse.Namespace) -> int:
     return 0
 
 
+def compare(o: argparse.Namespace) -> int:
+    from pretrain import parity
+
+    return 1 if parity.matrix(o.strategies, o.processes) else 0
+
+
 def inspect(o: argparse.Namespace) -> int:
     from pretrain import inspection
 
@@ -187,11 +193,32 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--wandb", action="store_true", help="rebuild the W&B runs from metrics.jsonl instead")
     p.add_argument("--project", default="pretrain", help="the W&B project")
 
+    p = add(compare, "the same work under every strategy", "pretrain compare --parity --strategies ddp,fsdp2 --processes 1,2")
+    p.add_argument("--parity", action="store_true", required=True, help="prove that they compute the same; status 1 where one does not")
+    p.add_argument("--strategies", type=_strategies, default="", help="names, with commas between (default: all)")
+    p.add_argument("--processes", type=_counts, default="1,2,4", help="numbers of processes (default %(default)s)")
+
     p = add(inspect, "look into a prepared set or a run", "pretrain inspect runs/quickstart --ledger")
     p.add_argument("folder", type=Path)
     p.add_argument("--verify", action="store_true", help="a set: hash every file again")
     p.add_argument("--ledger", action="store_true", help="a run: prove that no window was skipped or trained on twice")
     return parser
+
+
+def _strategies(text: str) -> list[str]:
+    from pretrain.strategies import STRATEGIES
+
+    names = text.split(",") if text else list(STRATEGIES)
+    if unknown := [name for name in names if name not in STRATEGIES]:
+        raise argparse.ArgumentTypeError(f"unknown strategy {unknown[0]!r}; there are {', '.join(STRATEGIES)}")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(n) for n in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"numbers of processes from 1 on, found {text}")
+    return counts
 
 
 def _say(line: str) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pretrain import config, launch, train
-from pretrain import model as models
+from pretrain import config, launch, runfolder, train
 from pretrain.job import Job, start
 from pretrain.resume import Progress
-from pretrain.strategies import OPTIONS
+from pretrain.strategies import OPTIONS, release
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 Rows = list[dict[str, Any]]
@@ -24,7 +23,7 @@ torch.set_num_threads(1)
 def stops(after: int | None = None) -> Any:
     """Stands in for StopRequests, which would take over the signals of the test's process; asks to stop after so many steps."""
     asked = iter(range(10**9))
-    agreed = lambda group: "SIGTERM" if next(asked) == after else None  # noqa: E731
+    agreed = lambda group: "SIGTERM" if after is not None and next(asked) >= after else None  # noqa: E731
     return types.SimpleNamespace(agreed=agreed, watch=lambda path: None, at_once=print)
 
 
@@ -45,7 +44,10 @@ def steps(job: Job, progress: Progress, count: int) -> Rows:
 
 
 def weights(job: Job) -> Weights:
-    return {name: tensor.detach().numpy().copy() for name, tensor in models.plain_state(job.strategy.module).items()}
+    """In full, without padded rows: all ranks call it."""
+    rows = {"transformer.wte.weight": job.described["vocab_size"]}
+    with job.strategy.evaluation_weights():
+        return {name: tensor.detach().numpy()[: rows.get(name)].copy() for name, tensor in job.strategy.whole_weights()}
 
 
 def run(path: Path, overrides: Sequence[str] = (), count: int = 3) -> tuple[Rows, Weights]:
@@ -71,6 +73,15 @@ def whole(path: Path, overrides: Sequence[str] = (), stop_after: int | None = No
             job.tracker.finish()
     rows = [row for row in lines(job.cfg.folder / "metrics.jsonl") if row["step"] > before] if job.is_main else []
     return rows, weights(job), reason
+
+
+def leave() -> None:
+    """Make room for another run in the same process group."""
+    release()
+    for lock in runfolder._owned.values():
+        if lock:
+            lock.close()
+    runfolder._owned.clear()
 
 
 def lines(path: Path) -> Rows:

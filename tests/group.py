@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_DEADLINE = 120.0
+_DEADLINE = 300.0
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -105,11 +106,23 @@ def _forget() -> None:
 
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from pretrain import runfolder
 
+    if "deepspeed" in sys.modules:  # holds on to the groups of the last run, and tells Accelerate of itself in the environment
+        import deepspeed
+
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        deepspeed.comm.comm.cdb = None
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     if dist.is_initialized():
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # these remember meshes of the groups that are gone
+        _gen_transform_infos.cache_clear()
+        clear_redistribute_planner_cache()
     GradientState._reset_state()
     AcceleratorState._reset_state(True)
     PartialState._reset_state()

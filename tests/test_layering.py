@@ -19,6 +19,7 @@ LEVELS: tuple[set[str], ...] = (
     {"job", "evaluate_trained", "supervise"},
     {"watch"},
     {"train"},
+    {"parity"},
     {"cli"},
 )
 # Top-level package -> the only modules that may import it.

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from accelerate.state import AcceleratorState, GradientState
+
 from pretrain.config import Config, ConfigError, Layout, build_options
 from pretrain.launch import Launched
 from pretrain.strategies.base import StepResult, Strategy
@@ -34,7 +36,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 OPTIONS: dict[str, type] = {name: cls.Options for name, cls in STRATEGIES.items()}
 
-__all__ = ["OPTIONS", "STRATEGIES", "StepResult", "Strategy", "choose"]
+__all__ = ["OPTIONS", "STRATEGIES", "StepResult", "Strategy", "choose", "release"]
 
 
 def choose(cfg: Config, layout: Layout, precision: str, launched: Launched | None = None) -> Strategy:
@@ -53,6 +55,12 @@ def choose(cfg: Config, layout: Layout, precision: str, launched: Launched | Non
     strategy = cls(name, build_options(cls.Options, cfg.strategy.options), precision)
     strategy.check(cfg, layout)
     return strategy
+
+
+def release() -> None:
+    """Forget what Accelerate keeps for the whole process, so that another strategy can start in the same process group."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def _sized(cfg: Config, shard_size: int) -> Config:

@@ -280,7 +280,7 @@ class HSDP(FSDP2):
     def check(self, cfg: Config, layout: Layout) -> None:
         world = layout.world_size
         node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        size = cfg.strategy.shard_size or (node if node < world else world // 2)
+        size = cfg.strategy.shard_size or (node if node < world else max(1, world // 2))
         possible = [n for n in range(2, world) if world % n == 0]
         if world >= self.processes[0] and size not in possible:
             raise ConfigError(

@@ -1,0 +1,215 @@
+"""What every strategy must do through the unchanged loop: stop and go on bit for bit, move to another, evaluate, sample, refuse a NaN."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import drive
+import numpy as np
+import pytest
+import torch
+from group import Ranks
+
+from pretrain import config as configs
+from pretrain import train
+from pretrain.job import Job
+from pretrain.strategies import OPTIONS, STRATEGIES
+from pretrain.watch import NonFinite
+
+Config = Callable[..., Path]
+FAMILIES = [name for name, cls in STRATEGIES.items() if cls.processes[1] > 1]
+LOCAL = ("local_sgd", "diloco")
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "position", "val_loss")
+
+
+def options(name: str) -> list[str]:
+    every = {"local_sgd": ["strategy.options.sync_every=2"], "diloco": ["strategy.options.sync_every=2"]}
+    return [f"strategy.name={name}", *every.get(name, []), *(["strategy.options.start_step=3"] if name == "ddp_powersgd" else [])]
+
+
+def key_rows(rows: drive.Rows) -> list[list[Any]]:
+    return [[row.get(key) for key in KEYS] for row in rows]
+
+
+def whole_and_interrupted(path: Path, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Per strategy: (rows and weights of a run, those of the same run stopped on request and started again)."""
+    found = {}
+    for name in names:
+        rows, weights, _ = drive.whole(path, [*options(name), f"run.name={name}-whole"])
+        drive.leave()
+        first, _, reason = drive.whole(path, [*options(name), f"run.name={name}-parts"], stop_after=3)
+        drive.leave()
+        second, again, _ = drive.whole(path, [*options(name), f"run.name={name}-parts"])
+        drive.leave()
+        found[name] = (key_rows(rows), key_rows([*first, *second]), drive.largest_difference(weights, again)[0], reason)
+    return found
+
+
+def test_interrupted_is_uninterrupted_bit_for_bit(ranks: Ranks, config: Config) -> None:
+    """On 4 ranks, with evaluations and checkpoints in between; the local methods stop where they next meet."""
+    path = config({"train.eval_every": 2, "train.checkpoint_every": 2, "batch.micro": 1})
+    for rank, found in enumerate(ranks.run(whole_and_interrupted, path, FAMILIES)):
+        for name, (rows, parts, difference, reason) in found.items():
+            assert reason == "SIGTERM"
+            assert difference == 0, name
+            if rank == 0:
+                assert parts == rows, name
+
+
+def chain(path: Path, names: Sequence[str]) -> tuple[list[tuple[str, float]], list[tuple[str, drive.Weights]]]:
+    """One run that goes from strategy to strategy, two steps each: (validation losses, weights), as each of them begins and ends."""
+    losses, weights = [], []
+    for k, name in enumerate(names):
+        overrides = [*options(name), "run.resume=must" if k else "run.resume=auto", f"train.max_steps={2 * k + 2}"]
+        job, progress = drive.begin(path, overrides)
+        weights.append((f"{name} begins", drive.weights(job)))
+        train.train(job, progress)
+        weights.append((f"{name} ends", drive.weights(job)))
+        job.loader.close()
+        if job.is_main:
+            job.tracker.finish()
+            losses = [(name, row["loss"]) for row in drive.lines(job.cfg.folder / "metrics.jsonl") if "loss" in row]
+        drive.leave()
+    return losses, weights
+
+
+EXACT = ["ddp", "fsdp2", "zero1", "fsdp1", "hsdp", "deepspeed2", "fsdp1_grad_op", "deepspeed3", "fsdp2_grad_op", "deepspeed1", "ddp"]
+
+
+def test_a_run_moves_from_strategy_to_strategy(ranks: Ranks, config: Config) -> None:
+    """Each takes over weights and moments exactly, and the curve is that of one strategy all along."""
+    path = config({"optim.schedule": "constant", "optim.lr": 1e-3, "train.checkpoint_every": 2})
+    losses, weights = ranks.run(chain, path, EXACT)[0]
+    for (before, old), (after, new) in zip(weights[1::2], weights[2::2], strict=False):
+        assert drive.largest_difference(old, new)[0] == 0, f"{before}, {after}"
+    alone, _ = ranks.run(
+        chain, config({"optim.schedule": "constant", "optim.lr": 1e-3, "run.name": "alone"}, name="alone"), ["ddp"] * len(EXACT)
+    )[0]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in alone], rel=2e-5)
+
+
+def test_local_methods_take_over_and_hand_on(ranks: Ranks, config: Config) -> None:
+    path = config({"optim.schedule": "constant", "optim.lr": 1e-3, "train.checkpoint_every": 2})
+    _, weights = ranks.run(chain, path, ["ddp", "diloco", "fsdp2", "local_sgd", "ddp"])[0]
+    for (before, old), (after, new) in zip(weights[1::2], weights[2::2], strict=False):
+        assert drive.largest_difference(old, new)[0] == 0, f"{before}, {after}"
+
+
+def poisoned(path: Path, names: Sequence[str]) -> dict[str, tuple[str, bool, bool]]:
+    """Rank 1's loss is NaN at step 3: (what was raised, whether the weights are finite, whether steps 1 and 2 had changed them)."""
+    found = {}
+    for name in names:
+        job, progress = drive.begin(path, [*options(name), f"run.name={name}-nan"])
+        start = drive.weights(job)
+        make_nan(job, rank=1, step=3)
+        raised = ""
+        try:
+            train.train(job, progress)
+        except NonFinite as error:
+            raised = str(error)
+        job.loader.close()
+        after = drive.weights(job)
+        found[name] = (raised, all(np.isfinite(w).all() for w in after.values()), drive.distance(after, start) > 0)
+        drive.leave()
+    return found
+
+
+def make_nan(job: Job, rank: int, step: int) -> None:
+    if job.world.rank != rank:
+        return
+    module, calls = job.strategy.module, iter(range(10**9))
+
+    def hook(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        at = 1 + next(calls) // job.layout.accumulation
+        return output[0] * (float("nan") if at == step else 1.0), output[1]
+
+    module.register_forward_hook(hook)
+
+
+def test_nan_on_one_rank_is_refused_by_all_and_named(ranks: Ranks, config: Config) -> None:
+    path = config({"train.log_every": 4, "train.max_steps": 8})
+    for found in ranks.run(poisoned, path, FAMILIES):
+        for name, (raised, finite, moved) in found.items():
+            assert "rank 1 had a loss that is not finite" in raised, name
+            assert "step 3" in raised, name
+            assert finite, name
+            assert moved, name
+
+
+def evaluated(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    found = {}
+    for name in names:
+        rows, _, _ = drive.whole(path, [*options(name), f"run.name={name}-eval"])
+        found[name] = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        drive.leave()
+    return found
+
+
+def test_every_strategy_evaluates_the_same(ranks: Ranks, config: Config) -> None:
+    """Exact ones agree with one process, on a split that does not divide; local ones evaluate their average, off schedule too."""
+    path = config({"train.eval_every": 1, "train.max_steps": 2, "train.eval_tokens": 7 * 16, "optim.lr": 1e-3})
+    (alone,) = ranks.run(evaluated, path, ["single"], size=1)
+    exact = [name for name in FAMILIES if name not in LOCAL and "comm" not in name and name != "ddp_powersgd"]
+    found = ranks.run(evaluated, path, [*exact, *LOCAL])[0]
+    for name in exact:
+        assert found[name] == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in alone["single"]], name
+    for name in LOCAL:
+        assert [step for step, _ in found[name]] == [1, 2]
+        assert [loss for _, loss in found[name]] == pytest.approx([loss for _, loss in alone["single"]], rel=0.02)
+
+
+def samples(path: Path, names: Sequence[str]) -> dict[str, drive.Weights]:
+    """What a sample is drawn from, on the main process."""
+    found = {}
+    for name in names:
+        job, _ = drive.begin(path, [*options(name), f"run.name={name}-sample"])
+        with train.whole_model(job) as module:
+            if job.is_main:
+                found[name] = {
+                    key: tensor.detach().numpy().copy() for key, tensor in module.state_dict().items() if key != "lm_head.weight"
+                }
+        job.loader.close()
+        drive.leave()
+    return found
+
+
+def test_samples_come_from_whole_weights(ranks: Ranks, config: Config) -> None:
+    names = ["ddp", "fsdp1", "fsdp2", "hsdp", "deepspeed3", "diloco"]
+    found = ranks.run(samples, config(), names)[0]
+    for name in names[1:]:
+        assert drive.largest_difference(found[name], found["ddp"])[0] == 0, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "message"),
+    [
+        (["strategy.name=fsdp2", "optim.name=muon"], 2, "strategy.name=fsdp2 does not work with optim.name=muon, which wants whole matrices"),
+        (["strategy.name=local_sgd"], 1, "strategy.name=local_sgd needs at least 2 processes; 1 was started"),
+        (["strategy.name=ddp", "strategy.shard_size=2"], 4, "strategy.shard_size=2 means nothing to strategy.name=ddp"),
+        (["strategy.name=ddp", "strategy.simulate=2"], 2, "strategy.simulate=2 means nothing to strategy.name=ddp"),
+        (["strategy.name=hsdp"], 2, "strategy.name=hsdp needs at least 4 processes; 2 were started"),
+        (["strategy.name=hsdp", "strategy.shard_size=3"], 4, "strategy.shard_size=3: 4 processes are groups of 2"),
+        (["strategy.name=fsdp2", "strategy.options.reshard_after_forward=3"], 4, "must divide the 4 shards; write true, false or 2"),
+        (["strategy.name=fsdp2", "strategy.options.blocks_per_unit=0"], 4, "must be 1 or more"),
+        (["strategy.name=local_sgd", "strategy.options.sync_every=4"], 2, "train.max_steps: 6 is no multiple of strategy.options.sync_every=4; write train.max_steps=8"),
+        (["strategy.name=diloco", "strategy.options.sync_every=2", "train.checkpoint_every=5"], 2, "train.checkpoint_every: 5 is no multiple"),
+        (["strategy.name=diloco", "strategy.options.sync_every=2", "strategy.replicas=3"], 4, "strategy.replicas=3 does not divide 4 processes"),
+        (["strategy.name=diloco", "strategy.options.sync_every=2", "strategy.simulate=3"], 1, "4 micro-batches do not divide among so many replicas"),
+        (["strategy.name=diloco", "strategy.options.sync_every=2", "strategy.simulate=2"], 2, "strategy.simulate runs all replicas in one process"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(config: Config, overrides: list[str], world: int, message: str) -> None:
+    from pretrain.strategies import choose
+
+    cfg = configs.load(config(), overrides, OPTIONS)
+    with pytest.raises(configs.ConfigError) as raised:
+        choose(cfg, configs.layout(cfg, world, 100), "fp32")
+    assert message in str(raised.value)
+
+
+def test_fp16_and_replicas_that_train_apart_are_refused(config: Config) -> None:
+    from pretrain.strategies import choose
+
+    cfg = configs.load(config(), ["strategy.name=local_sgd", "strategy.options.sync_every=2"], OPTIONS)
+    with pytest.raises(configs.ConfigError, match=r"run\.precision=fp16, whose replicas would skip different updates; use fp32 or bf16"):
+        choose(cfg, configs.layout(cfg, 2, 100), "fp16")

@@ -1,0 +1,78 @@
+"""The parity matrix: every strategy, on 1, 2 and 4 processes, against one process; and that the matrix can fail."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import drive
+import pytest
+from group import Ranks
+
+from pretrain import cli, launch, parity
+from pretrain.parity import Cell
+from pretrain.strategies import STRATEGIES, Strategy
+from pretrain.strategies.ddp import DDP
+
+
+def run_cells(wanted: Sequence[Cell], folder: Path, fault: str = "") -> None:
+    with FAULTS[fault]():
+        parity.run_cells(wanted, folder, launch.read_world().rank, drive.stops())
+
+
+def forgotten_factor() -> Any:
+    """The loss is not multiplied by the world size: every gradient is that much too small."""
+    return mock.patch.object(Strategy, "backward", lambda self, loss: self.accelerator.backward(loss))
+
+
+def never_reduced() -> Any:
+    """Every micro-batch under no_sync: each rank trains on its own gradient."""
+    return mock.patch.object(DDP, "accumulate", lambda self, model, *, last: self.accelerator.no_sync(model))
+
+
+FAULTS: dict[str, Callable[[], Any]] = {"": nullcontext, "factor": forgotten_factor, "reduce": never_reduced}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    parity.prepare(folder)
+    return folder
+
+
+def test_every_strategy_computes_the_same(ranks: Ranks, folder: Path) -> None:
+    wanted = list(parity.cells(list(STRATEGIES), parity.WORLDS))
+    for world in parity.WORLDS:
+        ranks.run(run_cells, parity.with_references(wanted, world), folder, size=world)
+    verdicts = [(cell, *parity.judge(cell, folder)) for cell in wanted]
+    assert [f"{cell.name}: {why}" for cell, verdict, why in verdicts if verdict == "FAILED"] == []
+
+
+@pytest.mark.parametrize("fault", ["factor", "reduce"])
+def test_a_broken_strategy_fails(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    parity.prepare(tmp_path / "here")
+    wanted = [Cell("ddp", 2, accumulation, probe) for accumulation in (1, 2) for probe in ("sgd", "adamw")]
+    ranks.run(run_cells, parity.with_references(wanted, 1), tmp_path / "here", size=1)
+    ranks.run(run_cells, wanted, tmp_path / "here", fault, size=2)
+    assert [parity.judge(cell, tmp_path / "here")[0] for cell in wanted] == ["FAILED"] * 4
+
+
+def test_the_table_tells_what_cannot_exist_and_what_failed(tmp_path: Path) -> None:
+    cell = Cell("ddp", 2, 1, "sgd")
+    parity._write(cell, tmp_path, parity.Result(failed="rank 1: RuntimeError: gone"))
+    parity._write(
+        Cell("hsdp", 2, 1, "sgd"), tmp_path, parity.Result(refused="strategy.name=hsdp needs at least 4 processes; 2 were started")
+    )
+    verdicts = [(c, *parity.judge(c, tmp_path)) for c in (cell, Cell("hsdp", 2, 1, "sgd"))]
+    text = parity.table(verdicts)
+    assert "| ddp | 2 | FAILED |" in text
+    assert "- ddp on 2, sgd, fp32: rank 1: RuntimeError: gone" in text
+    assert "- hsdp on 2, sgd, fp32: strategy.name=hsdp needs at least 4 processes" in text
+    assert text.endswith("0 ok, 1 n/a, 1 FAILED")
+
+
+@pytest.mark.launch
+def test_the_command_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--parity", "--strategies", "zero1", "--processes", "2"]) == 0
+    assert "| zero1 | 2 | ok: one_weight" in capfd.readouterr().out
