@@ -211,6 +211,17 @@ def test_powersgd_resumed_is_the_whole_run_to_the_bit(ranks: Ranks, config: Conf
         assert drive.largest_difference(trained, weights)[0] == 0
 
 
+def test_powersgd_goes_on_from_another_strategy_and_on_other_ranks(ranks: Ranks, config: Config) -> None:
+    """With no error to remember: that of the ranks before is not of these."""
+    path, rows = config({**BASE, "run.name": "moved", "batch.micro": 1}), []
+    powersgd = ["strategy.name=ddp_powersgd", "strategy.options.start_step=1"]
+    for overrides, size, stop_after in ((["strategy.name=ddp"], 2, 2), (powersgd, 4, 2), (powersgd, 2, None)):
+        by_rank = ranks.run(drive.whole, path, overrides, stop_after, size=size)
+        rows += by_rank[0][0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["wire_bytes"] < rows[0]["wire_bytes"] / 5 for row in rows[2:])
+
+
 def extras_around(path: Path, overrides: list[str], poisoned: int) -> tuple[list[bool], list[bool], drive.Weights]:
     """Six updates, one of them with a NaN on rank 1: (were they applied, did they leave the extras as they were, weights)."""
     job, progress = drive.begin(path, overrides)
@@ -272,16 +283,19 @@ def test_fp16_overflows_in_the_sum_alone_and_then_the_update_is_refused(ranks: R
     assert all(applied for applied, _ in ranks.run(one_update, config(BASE), overrides_for("ddp_comm_bf16", 2, 1), [1e5, 1e6], size=2))
 
 
-def train_fp16(path: Path, overrides: list[str]) -> tuple[drive.Weights, int]:
-    """From a loss scale at which nothing fits: (weights, how often it was lowered)."""
+def train_fp16(path: Path, overrides: list[str]) -> tuple[drive.Weights, int, Any]:
+    """From a loss scale at which nothing fits: (weights, how often it was lowered, PowerSGD's count of updates)."""
+    strategies = []
 
     def start_high(job: Job) -> None:
+        strategies.append(job.strategy)
         job.strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
         job.strategy.scaler.scale(torch.zeros(()))
 
     _, weights, _ = drive.whole(path, overrides, tamper=start_high)
     folder = configs.load(path, overrides, OPTIONS).folder
-    return weights, sum(entry["attempt"] > 0 for entry in drive.lines(folder / "ledger.jsonl"))
+    powersgd = getattr(strategies[0], "powersgd", None)
+    return weights, sum(entry["attempt"] > 0 for entry in drive.lines(folder / "ledger.jsonl")), powersgd and powersgd.updates
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_fp16", "ddp_powersgd"])
@@ -290,8 +304,9 @@ def test_fp16_tries_again_as_if_nothing_had_been(ranks: Ranks, config: Config, n
     start = {"start_step": 0} if name == "ddp_powersgd" else {}
     path, overrides = config(BASE), overrides_for(name, 2, 1, **start)
     exact = in_ranks(ranks, path, [*overrides, "run.name=exact"], 2, 6)
-    (weights, retries), _ = ranks.run(train_fp16, path, [*overrides, "run.precision=fp16"], size=2)
+    (weights, retries, updates), _ = ranks.run(train_fp16, path, [*overrides, "run.precision=fp16"], size=2)
     assert retries > 3
+    assert updates == (6 if start else None)
     assert drive.distance(weights, exact) < 0.01
 
 
