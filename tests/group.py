@@ -111,18 +111,22 @@ def _forget() -> None:
 
     from pretrain import runfolder
 
-    if "deepspeed" in sys.modules:  # holds on to the groups of the last run, and tells Accelerate of itself in the environment
+    if "deepspeed" in sys.modules:
         import deepspeed
 
         if deepspeed.comm.is_initialized():
             deepspeed.comm.destroy_process_group()
         deepspeed.comm.comm.cdb = None
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+        # Stage 3 numbers parameters and modules over all models of a process, and demands that ranks agree.
+        deepspeed.zero.Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
     if dist.is_initialized():
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # these remember meshes of the groups that are gone
-        _gen_transform_infos.cache_clear()
-        clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()  # these remember meshes of the groups that are gone
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
     GradientState._reset_state()
     AcceleratorState._reset_state(True)
     PartialState._reset_state()

@@ -35,15 +35,15 @@ class Stage12Options:
 
 @dataclass(frozen=True)
 class Stage3Options:
-    """DeepSpeed's names (without `stage3_`) and defaults."""
+    """DeepSpeed's names and defaults."""
 
     reduce_bucket_size: int = 500_000_000  # gradients reduced at a time; a buffer of so many elements is allocated
     overlap_comm: bool = True  # reduce while the backward still runs
     offload_optimizer: bool = False  # fp32 weights and optimiser states in host memory, where the optimiser then runs
-    prefetch_bucket_size: int = 50_000_000  # elements of weights gathered ahead of their use
-    param_persistence_threshold: int = 100_000  # smaller weights are kept whole by every process
-    max_live_parameters: int = 1_000_000_000  # elements gathered at once, above which none is prefetched
-    max_reuse_distance: int = 1_000_000_000  # weights used again within so many elements are not released: gathered once if all are
+    stage3_prefetch_bucket_size: int = 50_000_000  # elements of weights gathered ahead of their use
+    stage3_param_persistence_threshold: int = 100_000  # smaller weights are kept whole by every process
+    stage3_max_live_parameters: int = 1_000_000_000  # elements gathered at once, above which none is prefetched
+    stage3_max_reuse_distance: int = 1_000_000_000  # elements; weights used again within so many are not released
 
 
 class EngineScale(torch.amp.GradScaler):
@@ -60,7 +60,7 @@ class EngineScale(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         s = self._scaler
         steady = s.cur_iter - s.last_overflow_iter - 1  # grows at multiples of the window, where torch's starts anew
-        return {"scale": s.cur_scale, "growth_factor": s.scale_factor, "backoff_factor": 1 / s.scale_factor,
+        return {"scale": float(s.cur_scale), "growth_factor": s.scale_factor, "backoff_factor": 1 / s.scale_factor,
                 "growth_interval": s.scale_window, "_growth_tracker": (steady - 1) % s.scale_window + 1 if steady else 0}  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,20 +87,20 @@ class DeepSpeed(Strategy):
     def make_accelerator(self, cfg: Config) -> Accelerator:
         self.on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
         if self.on_cpu:
-            pretend_no_cpu()
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it reports each bucket and buffer on standard output
-        # Without zero3_init_flag=False, transformers would divide a model that is only just being loaded.
+            os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)  # it reports every bucket and buffer on standard output
+        if self.on_cpu:
+            prepare_cpu(deepspeed)
+        # Without zero3_init_flag=False, transformers would divide a model that is only being loaded.
         plugin = DeepSpeedPlugin(hf_ds_config=self.engine_config(cfg), zero3_init_flag=False)
         self.accelerator = Accelerator(deepspeed_plugin=plugin, **self.accelerator_arguments())
-        from deepspeed.utils import logger
-
-        logger.setLevel(logging.ERROR)
         return self.accelerator
 
     def engine_config(self, cfg: Config) -> dict[str, Any]:
-        options = dict(vars(self.options))
-        offload = {"offload_optimizer": {"device": "cpu"}} if options.pop("offload_optimizer") else {}
-        stage3_only = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+        zero = {"stage": self.stage, **vars(self.options)}
+        zero["offload_optimizer"] = {"device": "cpu" if zero["offload_optimizer"] else "none"}
         return {
             "train_micro_batch_size_per_gpu": cfg.batch.micro,
             "gradient_accumulation_steps": 1,  # with more it would divide the loss; `accumulate` marks the last micro-batch
@@ -110,13 +110,9 @@ class DeepSpeed(Strategy):
             "bf16": {"enabled": self.precision == "bf16", "check_grad_overflow": True},
             # With the default hysteresis of 2 a retry at the same scale would overflow just as surely.
             "fp16": {"enabled": self.precision == "fp16", "hysteresis": 1},
-            "zero_optimization": {
-                "stage": self.stage,
-                **{f"stage3_{key}" if key in stage3_only else key: value for key, value in options.items()},
-                **offload,
-            },
+            "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,  # SGD
-            "zero_force_ds_cpu_optimizer": False,  # torch's, which needs no compiler
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs in host memory too, and needs no compiler
         }
 
     def prepare(self, module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Optimizer]:
@@ -126,7 +122,7 @@ class DeepSpeed(Strategy):
         self.engine, _ = self.accelerator.prepare(module, bare_optimizer(recipe, dict(module.named_parameters())))
         self.model, self.zero = self.engine, self.engine.optimizer
         self.optimizer = self.zero.optimizer  # torch's own, whose learning rate the loop sets
-        self.allocate_state()
+        self.allocate_state({"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (MUON_STATE,) if recipe.optim.momentum else ()}[recipe.optim.name])
         if exact:  # DeepSpeed took its fp32 weights from those that it had cast
             self.load_weights(exact)
         if self.precision == "fp16":
@@ -137,18 +133,14 @@ class DeepSpeed(Strategy):
         """This process's part of the fp32 weights, as the optimiser sees it."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def allocate_state(self) -> None:
-        """DeepSpeed leaves it to the first step, before which there would be nothing to load into; and it would then link the states of
-        one parameter group alone to their parameters."""
+    def allocate_state(self, moments: tuple[str, ...]) -> None:
+        """DeepSpeed leaves it to the first step: before it there is nothing to load into, and in it the states of the first parameter group
+        alone are linked to their parameters."""
         for piece in self.pieces():
-            moments = ("exp_avg", "exp_avg_sq") if isinstance(self.optimizer, AdamW) else (MUON_STATE,) * self.has_momentum()
             self.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in moments}
             if isinstance(self.optimizer, AdamW):
                 self.optimizer.state[piece]["step"] = torch.zeros((), device=piece.device)
         self.link_state()
-
-    def has_momentum(self) -> bool:
-        return bool(self.optimizer.defaults.get("momentum"))
 
     def link_state(self) -> None:
         self.zero._lazy_init_hp_params_optimizer_state()
@@ -159,6 +151,7 @@ class DeepSpeed(Strategy):
         with self.accumulate(self.model, last=True):
             loss_sum, _ = self.model(inputs_BT, targets_BT)
             self.backward(loss_sum * math.nan)
+        self.in_use = {"weights": {p.dtype for p in self.pieces()}, "gradients": {self.engine.communication_data_type}}
         assert not self.step(0.0).applied, "DeepSpeed applied an update of NaN"
         self.load_numbers(scale)
 
@@ -227,6 +220,10 @@ class DeepSpeed(Strategy):
         """This process's part of a weight, or of the state `key` of one."""
         p.set_full_hp_param(whole, key)  # type: ignore[attr-defined]
 
+    def replica_key(self) -> int:
+        index: int = self.accelerator.process_index
+        return index if self.sharded else 0
+
     def wire(self, step: int) -> int:
         """By a ring (Patarasuk and Yuan 2009): DeepSpeed all-reduces whole fp32 gradients, of which each process keeps its part (the
         paper's reduce-scatter would be half of it); stage 2 after every micro-batch. Then the updated weights are gathered."""
@@ -257,11 +254,11 @@ class DeepSpeed3(DeepSpeed):
         """Stage 3 finds states by position."""
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
         for name, p in self.module.named_parameters():
             self.set_piece(p, weights[name])
-            with GatheredParameters([p], modifier_rank=0):
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
                 p.data.copy_(weights[name])
 
     def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
@@ -298,13 +295,11 @@ def bare_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimize
     return AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
 
 
-def pretend_no_cpu() -> None:
+def prepare_cpu(deepspeed: Any) -> None:
     """Accelerate has no DeepSpeed for CPUs: `cpu=True` makes it DDP in silence. So the process group is made as for a CPU, DeepSpeed is
     told of it, and the state that an `Accelerator` without `cpu` then finds says that it is DeepSpeed's."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; compiling it takes minutes, or hangs on an old lock
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of use in inference; to compile it takes minutes
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU, fast or not
     PartialState(cpu=True, timeout=_SETUP_TIMEOUT)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=_SETUP_TIMEOUT)
     PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
