@@ -119,6 +119,7 @@ class Train:
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True
     )
+    check_replicas_every: int = key(0, "updates between comparisons of the replicas' weights, bit by bit; 0 never compares", free=True)
     hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
 
 
@@ -310,7 +311,16 @@ def identity(cfg: Config) -> dict[str, Any]:
 
 
 def identity_hash(cfg: Config) -> str:
-    return hashlib.sha256(json.dumps(identity(cfg), sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(identity(cfg))
+
+
+def everything_hash(cfg: Config) -> str:
+    """Of every key: what the ranks of one launch must agree on."""
+    return _hash(to_dict(cfg))
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read_override(override: str, tree: dict[str, Any], errors: list[str]) -> None:
@@ -431,7 +441,7 @@ def _contradictions(cfg: Config) -> list[str]:
         if value is not None and value <= 0:
             found.append(f"{name}: must be above 0, found {value}")
     for name in ("optim.lr", "optim.weight_decay", "optim.grad_clip", "optim.warmup_steps", "optim.eps", "train.eval_every",
-                 "train.checkpoint_every", "train.keep_every", "train.sample_every", "train.hang_timeout"):  # fmt: skip
+                 "train.checkpoint_every", "train.keep_every", "train.sample_every", "train.check_replicas_every", "train.hang_timeout"):  # fmt: skip
         if not _get(cfg, name) >= 0:
             found.append(f"{name}: must not be below 0, found {_get(cfg, name)}")
     for name, value in (

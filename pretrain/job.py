@@ -5,7 +5,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +17,10 @@ from torch import nn
 
 from pretrain import checkpoint, launch, runfolder
 from pretrain import model as models
-from pretrain.config import Config, ConfigError, Layout, identity_hash, layout, to_dict
+from pretrain.config import Config, ConfigError, Layout, everything_hash, layout, to_dict
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
+from pretrain.precision import check_in_use
 from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
 from pretrain.stopping import StopRequests
 from pretrain.strategies import Strategy, choose
@@ -94,7 +95,7 @@ def start(
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     described = models.describe(module, cfg.model.build)
     init_hash, parameters = models.weights_hash(module), models.parameter_count(module)
-    agree(control, {"config": identity_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": version("pretrain")})
+    agree(control, {"config": everything_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": runfolder.code_hash()})
     flops = models.flops_per_token(module, numbers.sequence_length)
     compile_mode, compile_why = launch.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
@@ -102,17 +103,7 @@ def start(
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
-        state = strategy.state()
-        theirs = found.numbers.get("extras")
-        if theirs != strategy.extras_kind():
-            state["extras"] = {}
-            notes = [
-                *notes,
-                f"the checkpoint's extras ({theirs or 'none'}) are not of this strategy and layout: going on from its canonical part",
-            ]
-        checkpoint.load(found.checkpoint, state, control)
-        strategy.load(state)
-        strategy.load_numbers(found.numbers)
+        notes = [*notes, *load(found.checkpoint, found.numbers, strategy, control)]
 
     facts = {
         "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": strategy.name,
@@ -135,19 +126,38 @@ def start(
     )))  # fmt: skip
     job.say(f"resuming from {found.checkpoint} at step {progress.step:,}" if found.checkpoint else f"starting at step 0 in {cfg.folder}")
     with job.clock.apart("warm-up"):
-        warm_up(job)
+        facts["in_use"] = warm_up(job)
+    if job.is_main:
+        runfolder.record_config(cfg.folder, to_dict(cfg), facts)
     job.say(
         f"ready for step {progress.step + 1:,} after {time.perf_counter() - began:.1f}s, of them {job.clock.other['warm-up']:.1f}s compiling and warming up"
     )
     return job, progress
 
 
-def warm_up(job: Job) -> None:
+def load(path: Path, numbers: Mapping[str, Any], strategy: Strategy, control: dist.ProcessGroup | None) -> list[str]:
+    """Take over a checkpoint of whatever strategy. Returns notes on what of it could not be used."""
+    state, notes = strategy.state(), []
+    if numbers.get("extras") != strategy.extras_kind():
+        state["extras"] = {}
+        notes = [
+            f"extras of {numbers.get('extras') or 'nothing'} in the checkpoint, {strategy.extras_kind() or 'none'} here: going on from its canonical part"
+        ]
+    checkpoint.load(path, state, control)
+    strategy.load(state)
+    strategy.load_numbers(numbers)
+    return notes
+
+
+def warm_up(job: Job) -> dict[str, str]:
     """One forward and backward whose gradients are thrown away: compiles, and makes DDP order its buckets before the first step of
-    every start. It reorders them after its first backward, so that otherwise a resumed run would sum in another order."""
+    every start. It reorders them after its first backward, so that otherwise a resumed run would sum in another order. Returns the dtypes
+    that are really in use."""
     torch.manual_seed(0)
     tokens_BT = torch.zeros(job.layout.micro, job.layout.sequence_length, dtype=torch.long, device=job.clock.device)
-    job.strategy.warm_up(tokens_BT, tokens_BT.clone())  # not the same tensor twice: a compiler would make a rule of it
+    targets_BT = tokens_BT.clone()  # not the same tensor twice: a compiler would make a rule of it
+    job.strategy.warm_up(tokens_BT, targets_BT)
+    return check_in_use(job.strategy, tokens_BT, targets_BT)
 
 
 def together(group: dist.ProcessGroup | None, act: Callable[[], Any]) -> Any:

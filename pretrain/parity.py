@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from pretrain import config, launch, shards, train
+from pretrain.collectives import CollectiveCounter
 from pretrain.config import ConfigError
 from pretrain.job import start
 from pretrain.stopping import StopRequests
@@ -31,6 +32,7 @@ Arrays = Mapping[str, npt.NDArray[np.float32]]
 WORLDS = (1, 2, 4)
 _STEPS = 4
 _WINDOWS, _T, _VOCABULARY = 8, 16, 64  # of an update; a multiple of 64 has no padded rows
+_SMALL = 1024  # bytes: norms and votes, which the formulas leave out
 _LOCAL = ("local_sgd", "diloco")
 _COMPRESSED = ("ddp_comm_fp16", "ddp_comm_bf16", "ddp_powersgd")
 _PROBES = {
@@ -82,6 +84,8 @@ class Result:
     initial: str = ""  # hash of the whole weights before the first update
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    wire: int = 0  # bytes that one rank sends for the last update, by formula
+    sent: int = 0  # the same by counting the collectives that ran, on a ring
     refused: str = ""  # why the cell cannot exist
     failed: str = ""
 
@@ -115,7 +119,8 @@ def run_cell(cell: Cell, folder: Path, stops: StopRequests) -> tuple[Result, Arr
     job, progress = start(cfg, folder / "parity.yaml", overrides, launch.read_world(), [], stops)
     result = Result(initial=_hash(dict(job.strategy.whole_weights())))
     while progress.step < _STEPS:
-        batch, loss_sum, update = train.update(job, progress.step + 1, progress.position)
+        with CollectiveCounter(leave_out=[job.control] if job.control else []) as counter:
+            batch, loss_sum, update = train.update(job, progress.step + 1, progress.position)
         if job.strategy.must_retry(update):
             continue
         train.advance(job, progress, batch)
@@ -123,6 +128,8 @@ def run_cell(cell: Cell, folder: Path, stops: StopRequests) -> tuple[Result, Arr
         result.losses.append(loss / batch.tokens)
         result.norms.append(math.sqrt(squares / job.world.size))
     job.loader.close()
+    result.wire = job.strategy.wire(progress.step)
+    result.sent = sum(c.sent("ring") for c in counter.collectives if c.payload > _SMALL)
     with job.strategy.evaluation_weights():
         weights = {name: tensor.detach().float().cpu().numpy().copy() for name, tensor in job.strategy.whole_weights()}
     return result, weights
@@ -164,6 +171,8 @@ def judge(cell: Cell, folder: Path) -> tuple[str, str]:
         "weights": _norm({name: weights[name] - reference[name] for name in reference}) / _norm(reference),
     }
     wrong = [f"{what} {apart[what]:.1e} > {bound:.0e}" for what, bound in cell.bounds.items() if not apart[what] <= bound]
+    if abs(found.sent - found.wire) > 0.03 * found.wire:
+        wrong.append(f"{found.sent:,} bytes sent, {found.wire:,} by formula")
     if found.initial != wanted.initial:
         wrong.append("other initial weights")
     return ("FAILED", ", ".join(wrong)) if wrong else ("ok", ", ".join(f"{what} {apart[what]:.0e}" for what in cell.bounds))

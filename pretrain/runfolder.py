@@ -1,6 +1,7 @@
 """One folder per run, with one owner: its lock, its status, what ran in it, and its line-by-line records."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -127,6 +128,14 @@ def record_config(folder: Path, effective: Mapping[str, Any], facts: Mapping[str
                 changed.append(f"{name}: {before[name]} -> {value}")
     write_atomic(path, OmegaConf.to_yaml(OmegaConf.create({**effective, "facts": dict(facts)})))
     return changed
+
+
+def code_hash() -> str:
+    """Of our own source files."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def record_code(folder: Path) -> list[str]:

@@ -34,7 +34,7 @@ from pretrain.resume import Progress
 from pretrain.shards import ShardError
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, StepResult
-from pretrain.watch import NonFinite, Watch
+from pretrain.watch import NonFinite, Watch, compare_replicas
 
 STOPPED, REFUSED, FAILED = 75, 2, 1
 _MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before there was a process group
@@ -95,6 +95,8 @@ def train(job: Job, progress: Progress) -> str | None:
             last = job.layout.finished(step, batch.stop)
             if last or step % every.log_every == 0:  # waits for the device: where a hang shows on GPUs
                 watch.log(progress, batch, loss_sum, result)
+        if every.check_replicas_every and step % every.check_replicas_every == 0:
+            compare_replicas(job, step)
         if every.eval_every and (last or step % every.eval_every == 0):
             evaluate(job, progress)
         if every.sample_every and (last or step % every.sample_every == 0):

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from pretrain.job import Job
 from pretrain.loader import GlobalBatch
-from pretrain.optim import lr_at
+from pretrain.optim import local, lr_at
 from pretrain.resume import Progress
 from pretrain.strategies import StepResult
 from pretrain.throughput import peak_memory_bytes
@@ -105,6 +107,27 @@ class Watch:
             job.tracker.log(metrics)
             job.status.write("running", step=progress.step)
         job.say(progress_line(job, metrics))
+
+
+class ReplicasDiffer(RuntimeError):
+    """Processes that should hold the same weights do not."""
+
+
+def compare_replicas(job: Job, step: int) -> None:
+    """All ranks call it. Raises ReplicasDiffer, on all of them, naming the first rank that differs; between synchronisations does nothing."""
+    if job.control is None or not job.strategy.may_save(step):
+        return
+    digest = xxhash.xxh3_64()
+    for tensor in job.strategy.named_parameters().values():
+        digest.update(local(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    everyone: list[Any] = [None] * job.world.size
+    dist.all_gather_object(everyone, (job.strategy.replica_key(), digest.hexdigest()), group=job.control)
+    first: dict[int, tuple[int, str]] = {}
+    for rank, (key, found) in enumerate(everyone):
+        other, expected = first.setdefault(key, (rank, found))
+        if found != expected:
+            raise ReplicasDiffer(f"after step {step:,} ranks {other} and {rank} hold different weights, and should hold the same; "
+                                 "earlier checkpoints may be sound: a fault of memory, network or code")  # fmt: skip
 
 
 class HangWatch:

@@ -15,7 +15,7 @@ LEVELS: tuple[set[str], ...] = (
     {"config", "shards", "order"},
     {"loader", "optim", "launch", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
-    {"resume", "export", "report", "inspection"},
+    {"resume", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},
     {"watch"},
     {"train"},

@@ -48,6 +48,7 @@ class Strategy:
         self.module: nn.Module  # plain: its names are the checkpoint's
         self.optimizer: Optimizer
         self.scaler: torch.amp.GradScaler | None = None
+        self.in_use: dict[str, set[torch.dtype]]  # of weights and gradients, as the warm-up found them
 
     def check(self, cfg: Config, layout: Layout) -> None:
         """Before any process group is made. Raises ConfigError for what this family cannot do, naming what can."""
@@ -122,6 +123,8 @@ class Strategy:
         with self.accumulate(self.model, last=True):
             loss_sum, _ = self.model(inputs_BT, targets_BT)
             self.backward(loss_sum / targets_BT.numel())
+        parameters = self.named_parameters().values()
+        self.in_use = {"weights": {p.dtype for p in parameters}, "gradients": {p.grad.dtype for p in parameters if p.grad is not None}}
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
@@ -194,6 +197,10 @@ class Strategy:
             for key, value in optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def replica_key(self) -> int:
+        """Processes with the same number hold the same weights, wherever `may_save` is true."""
+        return 0
 
     def extras_kind(self) -> dict[str, Any] | None:
         """What a checkpoint's extras must be of to be used here; None for families without extras."""

@@ -92,6 +92,10 @@ class _Sharded(Strategy):
     def evaluation_weights(self) -> Iterator[nn.Module]:
         yield self.model
 
+    def replica_key(self) -> int:
+        index: int = self.accelerator.process_index
+        return index % self.shard_size
+
     def wire(self, step: int) -> int:
         """Per micro-batch: every unit gathered for the forward, the resharded ones again for the backward, in the dtype of the arithmetic;
         gradients reduced in fp32, by a reduce-scatter among the shards and an all-reduce among the copies. By a ring's formulas."""

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class DeepSpeed(Strategy):
         import deepspeed
 
         deepspeed.utils.logger.setLevel(logging.ERROR)  # it reports every bucket and buffer on standard output
+        warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
         if self.on_cpu:
             prepare_cpu(deepspeed)
         # Without zero3_init_flag=False, transformers would divide a model that is only being loaded.
