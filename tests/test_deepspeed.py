@@ -201,7 +201,7 @@ def stop_and_go_on(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[driv
     for k, overrides in enumerate(each):
         rows, weights, _ = drive.whole(path, [*overrides, f"run.name=whole{k}"])
         drive.leave()
-        first, _, _ = drive.whole(path, [*overrides, f"run.name=parts{k}"], stop_after=3)
+        first, _, _ = drive.whole(path, [*overrides, f"run.name=parts{k}"], stop_after=2)
         drive.leave()
         second, again, _ = drive.whole(path, [*overrides, f"run.name=parts{k}"])
         drive.leave()
@@ -213,8 +213,8 @@ def stop_and_go_on(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[driv
 def test_interrupted_is_uninterrupted_bit_for_bit(ranks: Ranks, config: Config) -> None:
     """On 4 ranks, with evaluations, also in half precision; 33 columns divide among 4 ranks of no parameter evenly."""
     each = [[*options(name), f"run.precision={precision}"] for name, precision in
-            (("deepspeed1", "fp32"), ("deepspeed2", "fp16"), ("deepspeed3", "fp32"), ("deepspeed1", "bf16"), ("deepspeed3", "bf16"))]  # fmt: skip
-    path = config({"batch.micro": 1, "train.eval_every": 2, "model.n_head": 3, "model.n_embd": 33})
+            (("deepspeed1", "fp32"), ("deepspeed1", "bf16"), ("deepspeed2", "fp16"), ("deepspeed3", "bf16"))]  # fmt: skip
+    path = config({"batch.micro": 1, "train.max_steps": 4, "train.eval_every": 2, "model.n_head": 3, "model.n_embd": 33})
     for rows, parts, difference in ranks.run(stop_and_go_on, path, each)[0]:
         assert difference == 0
         for key in ("step", "loss", "val_loss", "grad_norm", "lr", "tokens"):
@@ -236,7 +236,7 @@ def there_and_back(path: Path, names: Sequence[str]) -> tuple[drive.Rows, dict[s
 
 @needs_deepspeed
 def test_a_run_of_ddp_goes_on_under_every_stage_and_back(ranks: Ranks, config: Config) -> None:
-    alone, mixed = ranks.run(there_and_back, config({"optim.momentum": None}), STAGES, size=2)[0]
+    alone, mixed = ranks.run(there_and_back, config(), STAGES, size=2)[0]
     for name, rows in mixed.items():
         for key in ("loss", "grad_norm"):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in alone], rel=1e-5), name
@@ -249,8 +249,7 @@ def wire(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
         job, progress = drive.begin(path, [*overrides, f"run.name=wire{k}"])
         drive.steps(job, progress, 1)
         with CollectiveCounter() as counter:
-            job_rows = drive.steps(job, progress, 1)
-        assert job_rows
+            drive.steps(job, progress, 1)
         job.loader.close()
         found.append((job.strategy.wire(2), sum(c.sent("ring") for c in counter.collectives)))
         drive.leave()

@@ -25,22 +25,24 @@ from pretrain.strategies.base import _MIN_LOSS_SCALE, _SETUP_TIMEOUT, StepResult
 
 
 @dataclass(frozen=True)
-class Stage12Options:
-    """DeepSpeed's names and defaults."""
-
+class StageOptions:
     reduce_bucket_size: int = 500_000_000  # gradients reduced at a time; a buffer of so many elements is allocated
-    allgather_bucket_size: int = 500_000_000  # updated weights gathered at a time, in elements
     overlap_comm: bool = False  # reduce while the backward still runs
     offload_optimizer: bool = False  # fp32 weights and optimiser states in host memory, where the optimiser then runs
 
 
 @dataclass(frozen=True)
-class Stage3Options:
+class Stage12Options(StageOptions):
     """DeepSpeed's names and defaults."""
 
-    reduce_bucket_size: int = 500_000_000  # gradients reduced at a time; a buffer of so many elements is allocated
+    allgather_bucket_size: int = 500_000_000  # updated weights gathered at a time, in elements
+
+
+@dataclass(frozen=True)
+class Stage3Options(StageOptions):
+    """DeepSpeed's names and defaults."""
+
     overlap_comm: bool = True  # reduce while the backward still runs
-    offload_optimizer: bool = False  # fp32 weights and optimiser states in host memory, where the optimiser then runs
     stage3_prefetch_bucket_size: int = 50_000_000  # elements of weights gathered ahead of their use
     stage3_param_persistence_threshold: int = 100_000  # smaller weights are kept whole by every process
     stage3_max_live_parameters: int = 1_000_000_000  # elements gathered at once, above which none is prefetched
@@ -89,12 +91,10 @@ class DeepSpeed(Strategy):
         self.on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
         if self.on_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import
-        import deepspeed
-
-        deepspeed.utils.logger.setLevel(logging.ERROR)  # it reports every bucket and buffer on standard output
+        deepspeed().utils.logger.setLevel(logging.ERROR)  # it reports every bucket and buffer on standard output
         warnings.filterwarnings("ignore", "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning)
         if self.on_cpu:
-            prepare_cpu(deepspeed)
+            prepare_cpu()
         # Without zero3_init_flag=False, transformers would divide a model that is only being loaded.
         plugin = DeepSpeedPlugin(hf_ds_config=self.engine_config(cfg), zero3_init_flag=False)
         self.accelerator = Accelerator(deepspeed_plugin=plugin, **self.accelerator_arguments())
@@ -129,10 +129,12 @@ class DeepSpeed(Strategy):
             self.load_weights(exact)
         if self.precision == "fp16":
             self.scaler = EngineScale(self.zero.loss_scaler)
-        return self.model, self.optimizer
+        return self.engine, self.optimizer
 
     def pieces(self) -> list[Tensor]:
         """This process's part of the fp32 weights, as the optimiser sees it."""
+        if self.stage == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def allocate_state(self, moments: tuple[str, ...]) -> None:
@@ -142,10 +144,8 @@ class DeepSpeed(Strategy):
             self.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in moments}
             if isinstance(self.optimizer, AdamW):
                 self.optimizer.state[piece]["step"] = torch.zeros((), device=piece.device)
-        self.link_state()
-
-    def link_state(self) -> None:
-        self.zero._lazy_init_hp_params_optimizer_state()
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def warm_up(self, inputs_BT: Tensor, targets_BT: Tensor) -> None:
         """A forward, and a backward of NaN: that the engine refuses an update is the one way to make it drop its gradients."""
@@ -182,10 +182,8 @@ class DeepSpeed(Strategy):
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         for name, p in self.module.named_parameters():
-            yield name, safe_get_full_fp32_param(p)
+            yield name, deepspeed().utils.safe_get_full_fp32_param(p)
         yield from self.buffers().items()
 
     def buffers(self) -> dict[str, Tensor]:
@@ -194,12 +192,10 @@ class DeepSpeed(Strategy):
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in weights}
 
     def whole_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         state = self.optimizer.state[self.pieces()[0]]
         for name, p in self.module.named_parameters():
             for key, value in state.items():
-                yield name, key, safe_get_full_optimizer_state(p, key) if value.ndim else value.clone()
+                yield name, key, deepspeed().utils.safe_get_full_optimizer_state(p, key) if value.ndim else value.clone()
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.load_weights(state["model"])
@@ -249,32 +245,22 @@ class DeepSpeed3(DeepSpeed):
     Options = Stage3Options
     sharded = True
 
-    def pieces(self) -> list[Tensor]:
-        return list(self.zero.fp32_partitioned_groups_flat)
-
-    def link_state(self) -> None:
-        """Stage 3 finds states by position."""
-
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        import deepspeed
-
         for name, p in self.module.named_parameters():
             self.set_piece(p, weights[name])
-            with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+            with deepspeed().zero.GatheredParameters([p], modifier_rank=0):
                 p.data.copy_(weights[name])
 
     def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
         """DeepSpeed's setter of whole tensors fails where they don't divide evenly."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
         size, rank = p.ds_tensor.ds_numel, self.accelerator.process_index  # type: ignore[attr-defined]
         part = torch.zeros(size)
         mine = whole.flatten()[rank * size : (rank + 1) * size]
         part[: mine.numel()] = mine
         if key is None:
-            safe_set_local_fp32_param(p, part)
+            deepspeed().utils.safe_set_local_fp32_param(p, part)
         else:
-            safe_set_local_optimizer_state(p, part, key)
+            deepspeed().utils.safe_set_local_optimizer_state(p, part, key)
 
     def wire(self, step: int) -> int:
         """By a ring. Per micro-batch, gradients are reduce-scattered in fp32 and the divided weights gathered in the dtype of the
@@ -289,6 +275,11 @@ class DeepSpeed3(DeepSpeed):
         return moved * (world - 1) // world
 
 
+def deepspeed() -> Any:
+    """Imported by those who use it, since it takes seconds."""
+    return importlib.import_module("deepspeed")
+
+
 def bare_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimizer:
     """`make_optimizer` would allocate states for whole parameters, which DeepSpeed then replaces by pieces."""
     o, groups = recipe.optim, parameter_groups(recipe, parameters)
@@ -297,11 +288,12 @@ def bare_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimize
     return AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
 
 
-def prepare_cpu(deepspeed: Any) -> None:
+def prepare_cpu() -> None:
     """Accelerate has no DeepSpeed for CPUs: `cpu=True` makes it DDP in silence. So the process group is made as for a CPU, DeepSpeed is
     told of it, and the state that an `Accelerator` without `cpu` then finds says that it is DeepSpeed's."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of use in inference; to compile it takes minutes
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU, fast or not
+    engine = deepspeed()
+    engine.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of use in inference; to compile it takes minutes
+    engine.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU, fast or not
     PartialState(cpu=True, timeout=_SETUP_TIMEOUT)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=_SETUP_TIMEOUT)
+    engine.init_distributed("gloo", auto_mpi_discovery=False, timeout=_SETUP_TIMEOUT)
     PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
