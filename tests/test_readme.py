@@ -6,9 +6,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import drive
 import pytest
+from group import Ranks
+
+from pretrain import strategies
+from pretrain.collectives import CollectiveCounter
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -68,12 +75,42 @@ def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path) -> None:
     assert (sandbox / "exported/mine/model.safetensors").exists()
 
 
+def python_block(words: str) -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if words in block)
+    return str(found)
+
+
+def run_under_int8(path: Path, code: str) -> tuple[drive.Rows, int, int]:
+    """(rows, bytes by formula, bytes of the large collectives of one update)."""
+    module: dict[str, Any] = {}
+    exec(code, module)
+    strategies.STRATEGIES["ddp_int8"] = module["DDPInt8"]  # the line in __init__.py
+    strategies.OPTIONS["ddp_int8"] = module["DDPInt8"].Options
+    job, progress = drive.begin(path, ["strategy.name=ddp_int8"])
+    rows = drive.steps(job, progress, 3)
+    with CollectiveCounter() as counter:
+        rows += drive.steps(job, progress, 1)
+    job.loader.close()
+    return rows, job.strategy.wire(4), sum(c.sent("ring") for c in counter.collectives if c.payload > 1024)
+
+
+def test_the_strategy_of_the_readme_trains_and_sends_a_quarter(ranks: Ranks, config: Callable[..., Path]) -> None:
+    code = python_block("class DDPInt8")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+    ((exact, _),) = ranks.run(drive.run, config({"run.name": "exact"}), [], 4, size=1)
+    for rows, predicted, sent in ranks.run(run_under_int8, config(), code, size=2):
+        assert sent == pytest.approx(predicted, rel=0.03)
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in exact], rel=0.02)
+        assert [row["grad_norm"] for row in rows] != [row["grad_norm"] for row in exact]
+
+
 @pytest.mark.launch
 def test_the_swiglu_of_the_readme_trains_resumes_and_samples(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.search(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert code is not None
-    assert len([line for line in code[1].splitlines() if line.strip()]) <= 24
-    (sandbox / "swiglu.py").write_text(code[1])
+    code = python_block("class SwiGLU")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 24
+    (sandbox / "swiglu.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(sandbox))
     command = "pretrain train configs/quickstart.yaml run.name=swiglu model.build=swiglu:build"
     assert "finished at step 8" in run(sandbox, command)
