@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain import checkpoint
 from pretrain import model as models
 from pretrain.config import ConfigError
+from pretrain.tokenization import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def _open_exported(path: Path) -> Trained:
 
 def _trained(model: models.PretrainGPT2, tokenizer_folder: Path, source: Path, *, custom: bool) -> Trained:
     has_one = any((tokenizer_folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder) if has_one else None
+    tokenizer = load_tokenizer(tokenizer_folder) if has_one else None
     return Trained(model.eval(), tokenizer, tokenizer_folder, source, custom)
 
 

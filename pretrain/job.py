@@ -25,6 +25,7 @@ from pretrain.resume import Progress, Start, check_fits, check_settings, find_st
 from pretrain.stopping import StopRequests
 from pretrain.strategies import Strategy, choose
 from pretrain.throughput import Clock, peak_flops
+from pretrain.tokenization import load_tokenizer
 from pretrain.tracking import Tracker
 
 
@@ -80,17 +81,9 @@ def start(
     device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None
 
-    together(control, lambda: _claim(cfg.folder) if world.rank == 0 else None)
-    if world.rank:
-        runfolder.join(cfg.folder)
-        _send_errors_to(cfg.folder / "logs" / f"rank_{world.rank}.txt")
-    found: Start = broadcast(control, together(control, lambda: find_start(cfg, print) if world.rank == 0 else None))
+    _own_folder(cfg, world, control)
+    found = _find_start(cfg, numbers, world, control)
     progress, changed = found.progress, check_settings(cfg, found)
-    if found.checkpoint is not None and numbers.finished(progress.step, progress.position):
-        longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
-        raise Finished(
-            f"{cfg.folder} is finished: step {progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}"
-        )
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     described = models.describe(module, cfg.model.build)
@@ -109,8 +102,7 @@ def start(
         "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": strategy.name,
         "strategy_options": to_dict(strategy.options), "precision": precision, "compile": compile_mode, "device": _device_name(device),
         "parameters": parameters, "init_hash": init_hash, "threads": torch.get_num_threads(), "tokenizer": sets.tokenizer["name"],
-        "fingerprints": sets.fingerprints, "accumulation": numbers.accumulation, "steps": numbers.steps,
-        "versions": {"python": sys.version.split()[0], **{p: version(p) for p in ("pretrain", "torch", "accelerate", "transformers", "numpy")}},
+        "fingerprints": sets.fingerprints, "accumulation": numbers.accumulation, "steps": numbers.steps, "versions": _versions(),
     }  # fmt: skip
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
@@ -119,11 +111,9 @@ def start(
     if job.is_main:
         _open_records(job, facts, progress)
     job.say(_headline(job, facts))
-    job.say("\n".join(f"  {note}" for note in (
-        *notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *([cpu_note] if device.type == "cpu" else []),
-        *([f"{world.local_size} of {torch.cuda.device_count()} GPUs in use"] if device.type == "cuda" and torch.cuda.device_count() > world.local_size else []),
-        *(f"changed since the checkpoint: {line}" for line in changed),
-    )))  # fmt: skip
+    notes = [*notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
+             *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
+    job.say("\n".join(f"  {note}" for note in notes))
     job.say(f"resuming from {found.checkpoint} at step {progress.step:,}" if found.checkpoint else f"starting at step 0 in {cfg.folder}")
     with job.clock.apart("warm-up"):
         facts["in_use"] = warm_up(job)
@@ -133,6 +123,23 @@ def start(
         f"ready for step {progress.step + 1:,} after {time.perf_counter() - began:.1f}s, of them {job.clock.other['warm-up']:.1f}s compiling and warming up"
     )
     return job, progress
+
+
+def _own_folder(cfg: Config, world: launch.World, control: dist.ProcessGroup | None) -> None:
+    together(control, lambda: _claim(cfg.folder) if world.rank == 0 else None)
+    if world.rank:
+        runfolder.join(cfg.folder)
+        _send_errors_to(cfg.folder / "logs" / f"rank_{world.rank}.txt")
+
+
+def _find_start(cfg: Config, numbers: Layout, world: launch.World, control: dist.ProcessGroup | None) -> Start:
+    found: Start = broadcast(control, together(control, lambda: find_start(cfg, print) if world.rank == 0 else None))
+    if found.checkpoint is not None and numbers.finished(found.progress.step, found.progress.position):
+        longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
+        raise Finished(
+            f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}"
+        )
+    return found
 
 
 def load(path: Path, numbers: Mapping[str, Any], strategy: Strategy, control: dist.ProcessGroup | None) -> list[str]:
@@ -218,9 +225,7 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     if source.is_dir() and not (folder / "tokenizer").exists():
         shutil.copytree(source, folder / "tokenizer")
     if cfg.train.sample_every and (folder / "tokenizer").exists():
-        from transformers import AutoTokenizer
-
-        job.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        job.tokenizer = load_tokenizer(folder)
     job.status.write("running", step=progress.step)
     job.tracker = Tracker(cfg, facts, progress.step, job.say)
     job.stops.watch(folder / "stop")
@@ -251,6 +256,17 @@ def _set_kernels(cfg: Config) -> None:
     if cfg.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _device_notes(device: torch.device, world: launch.World, cpu_note: str) -> list[str]:
+    if device.type == "cpu":
+        return [cpu_note]
+    idle = device.type == "cuda" and torch.cuda.device_count() > world.local_size
+    return [f"{world.local_size} of {torch.cuda.device_count()} GPUs in use"] if idle else []
+
+
+def _versions() -> dict[str, str]:
+    return {"python": sys.version.split()[0], **{p: version(p) for p in ("pretrain", "torch", "accelerate", "transformers", "numpy")}}
 
 
 def _device_name(device: torch.device) -> str:

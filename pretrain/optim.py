@@ -43,8 +43,9 @@ def parameter_groups(recipe: Recipe, parameters: Mapping[str, Tensor]) -> list[d
     ]
 
 
-def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimizer:
-    """`parameters`: the recipe's names, as wrapped; some may be missing. State is allocated at once: memory runs out now or never."""
+def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor], *, allocate: bool = True) -> Optimizer:
+    """`parameters`: the recipe's names, as wrapped; some may be missing. State is allocated at once (memory runs out now or never), but for
+    whoever replaces the parameters by pieces of them."""
     o = recipe.optim
     groups = parameter_groups(recipe, parameters)
     optimizer: Optimizer
@@ -56,7 +57,8 @@ def make_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimize
     else:
         hidden = [(p, 3 if name in recipe.fused_qkv else 1) for name, p in parameters.items() if name in recipe.hidden]
         optimizer = MuonAndAdamW(hidden, AdamW(groups[-2:], lr=o.lr, betas=o.betas, eps=o.eps, fused=True), o)
-    _allocate_state(optimizer)
+    if allocate:
+        _allocate_state(optimizer)
     return optimizer
 
 

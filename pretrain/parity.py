@@ -42,6 +42,7 @@ _PROBES = {
 _OPTIONS = {
     "local_sgd": ["strategy.options.sync_every=2"],
     "diloco": ["strategy.options.sync_every=2"],
+    "deepspeed3": ["strategy.options.stage3_param_persistence_threshold=0"],  # else a model as small as this is not sharded
     "ddp_powersgd": ["strategy.options.start_step=2", "strategy.options.rank=8"],
 }
 
@@ -191,7 +192,7 @@ def prepare(folder: Path) -> None:
                 "tokenizer": {"name": "noise", "sha256": ""}, "vocab_size": _VOCABULARY, "eos_id": 0, "documents": {}}  # fmt: skip
     shards.write_manifest(data, manifest)
     sections = {
-        "run": {"dir": str(folder / "runs"), "resume": "never"},
+        "run": {"dir": str(folder / "runs"), "resume": "never", "tf32": False},
         "data": {"train": str(data), "sequence_length": _T},
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32},
         "batch": {"tokens": _WINDOWS * _T},

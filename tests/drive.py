@@ -47,7 +47,7 @@ def weights(job: Job) -> Weights:
     """In full, without padded rows: all ranks call it."""
     rows = {"transformer.wte.weight": job.described["vocab_size"]}
     with job.strategy.evaluation_weights():
-        return {name: tensor.detach().numpy()[: rows.get(name)].copy() for name, tensor in job.strategy.whole_weights()}
+        return {name: tensor.detach().cpu().numpy()[: rows.get(name)].copy() for name, tensor in job.strategy.whole_weights()}
 
 
 def run(path: Path, overrides: Sequence[str] = (), count: int = 3) -> tuple[Rows, Weights]:

@@ -52,6 +52,8 @@ class Faulty(PretrainGPT2):
                 self.evaluated = self.step
                 wait_at(gate)
             return super().forward(inputs_BT, targets_BT)
+        if not torch.is_grad_enabled():  # a look at the dtypes before step 1
+            return super().forward(inputs_BT, targets_BT)
         self.step += 1
         time.sleep(float(os.environ.get("PACE", "0")))
         now = self.step == self.at

@@ -63,6 +63,25 @@ def test_one_bad_rank_ends_all(config: Callable[..., Path], tmp_path: Path, fold
     assert checkpoints(folder) == [2]  # the last one stands
 
 
+@pytest.mark.parametrize(("strategy", "fault", "reason"), [
+    ("fsdp2", "kill:1:4", "lost contact with another rank"),
+    ("deepspeed3", "raise:1:4", "RuntimeError: a fault made to order"),
+    ("diloco", "hang:1:4", "no step was finished in 3 seconds"),
+    ("zero1", "raise:0:4", "RuntimeError: a fault made to order"),
+])  # fmt: skip
+def test_one_bad_rank_ends_all_of_every_family(config: Callable[..., Path], tmp_path: Path, folder: Path, strategy: str, fault: str,
+                                               reason: str) -> None:  # fmt: skip
+    options = {"options": {"sync_every": 2}} if strategy == "diloco" else {}
+    path = config(train={"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 3}, strategy={"name": strategy, **options})
+    with launch(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, FAULT=fault) as started:
+        started.wait_for_step(3)
+        assert started.wait(TOGETHER) == 1
+    assert started.status()["state"] == "failed"
+    assert reason in started.status()["reason"]
+    assert len([line for line in started.out.splitlines() if "failed at step" in line]) == 1, started.story()
+    assert checkpoints(folder) == [2]
+
+
 def test_a_failure_is_told_although_the_last_start_failed_too(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
     """The status still says `failed` from the start before: this one's failure is news all the same."""
     folder.mkdir(parents=True)

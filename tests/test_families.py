@@ -160,6 +160,43 @@ def test_every_strategy_evaluates_the_same(ranks: Ranks, config: Config) -> None
         assert [loss for _, loss in found[name]] == pytest.approx([loss for _, loss in alone["single"]], rel=0.02)
 
 
+VARIANTS = [
+    ("ddp", ["static_graph=true", "gradient_as_bucket_view=false"]),
+    ("zero1", ["parameters_as_bucket_view=true"]),
+    ("fsdp1", ["sync_each_micro=false", "backward_prefetch=backward_post"]),
+    ("fsdp2", ["blocks_per_unit=2"]),
+    ("fsdp2", ["reshard_after_forward=2", "sync_each_micro=false"]),
+    ("fsdp2_grad_op", ["sync_each_micro=false"]),
+    ("hsdp", ["sync_each_micro=false"]),
+]
+
+
+def with_options(path: Path) -> list[tuple[drive.Rows, drive.Weights, int, int]]:
+    """Of each variant: (rows, weights, bytes of the last update by formula, as counted)."""
+    found = []
+    for k, (name, given) in enumerate(VARIANTS):
+        overrides = [f"strategy.name={name}", *(f"strategy.options.{option}" for option in given), f"run.name=variant{k}"]
+        job, progress = drive.begin(path, overrides)
+        rows = drive.steps(job, progress, 2)
+        with CollectiveCounter(leave_out=[job.control]) as counter:
+            rows += drive.steps(job, progress, 1)
+        job.loader.close()
+        counted = sum(c.sent("ring") for c in counter.collectives if c.payload >= 1024)
+        found.append((rows, drive.weights(job), job.strategy.wire(3), counted))
+        drive.leave()
+    return found
+
+
+def test_options_change_how_and_not_what(ranks: Ranks, config: Config) -> None:
+    path = config({"optim.name": "sgd", "optim.lr": 0.1, "optim.grad_clip": 0, "batch.micro": 1})
+    ((expected, weights),) = ranks.run(drive.run, path, ["run.name=alone"], size=1)
+    for (name, given), (rows, found, predicted, counted) in zip(VARIANTS, ranks.run(with_options, path)[0], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=5e-6), (name, given)
+        assert drive.largest_difference(found, weights)[0] < 1e-6, (name, given)
+        assert counted == pytest.approx(predicted, rel=0.03), (name, given)
+
+
 def samples(path: Path, names: Sequence[str]) -> dict[str, drive.Weights]:
     """What a sample is drawn from, on the main process."""
     found = {}
@@ -278,6 +315,7 @@ def test_predicted_bytes_are_those_that_were_sent(ranks: Ranks, config: Config, 
         (["strategy.name=hsdp"], 2, "strategy.name=hsdp needs at least 4 processes; 2 were started"),
         (["strategy.name=hsdp", "strategy.shard_size=3"], 4, "strategy.shard_size=3: 4 processes are groups of 2"),
         (["strategy.name=fsdp2", "strategy.options.reshard_after_forward=3"], 4, "must divide the 4 shards; write true, false or 2"),
+        (["strategy.name=fsdp2", "strategy.options.cpu_offload=true"], 4, "cpu_offload=true moves weights off a GPU, and this run is on a CPU"),
         (["strategy.name=fsdp2", "strategy.options.blocks_per_unit=0"], 4, "must be 1 or more"),
         (["strategy.name=local_sgd", "strategy.options.sync_every=4"], 2, "train.max_steps: 6 is no multiple of strategy.options.sync_every=4; write train.max_steps=8"),
         (["strategy.name=diloco", "strategy.options.sync_every=2", "train.checkpoint_every=5"], 2, "train.checkpoint_every: 5 is no multiple"),

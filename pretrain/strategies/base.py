@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import Recipe, gated_step, local, make_optimizer
 
-_SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
-_MIN_LOSS_SCALE = 2.0**-14  # below fp16's smallest normal number no scale can help
+SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
+MIN_LOSS_SCALE = 2.0**-14  # below fp16's smallest normal number no scale can help
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class NoOptions:
 class StepResult:
     grad_norm: Tensor  # 0-d, before clipping, over the whole global batch
     applied: Tensor  # 0-d bool: False where the gradient was not finite and the update was refused
+
+
+def on_cpu(cfg: Config) -> bool:
+    return cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
 
 
 class Strategy:
@@ -79,7 +83,7 @@ class Strategy:
 
     def make_accelerator(self, cfg: Config) -> Accelerator:
         """Plugins are built from our config alone: nothing that a launcher exported gets a say."""
-        self.on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
+        self.on_cpu = on_cpu(cfg)
         self.accelerator = Accelerator(cpu=self.on_cpu, **self.accelerator_arguments())
         return self.accelerator
 
@@ -89,7 +93,7 @@ class Strategy:
             "dynamo_backend": "no",
             "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
             "log_with": None,
-            "kwargs_handlers": [InitProcessGroupKwargs(timeout=_SETUP_TIMEOUT), *self.handlers()],
+            "kwargs_handlers": [InitProcessGroupKwargs(timeout=SETUP_TIMEOUT), *self.handlers()],
         }
 
     def handlers(self) -> list[Any]:
@@ -166,9 +170,9 @@ class Strategy:
         """fp16 alone: whether the update overflowed and the same windows must be tried at the lower scale. Waits for the device."""
         if self.scaler is None or bool(result.applied):
             return False
-        if self.scaler.get_scale() < _MIN_LOSS_SCALE:
+        if self.scaler.get_scale() < MIN_LOSS_SCALE:
             raise FloatingPointError(
-                f"fp16: the gradient overflows at every loss scale down to {_MIN_LOSS_SCALE:g}; use run.precision=bf16 or fp32"
+                f"fp16: the gradient overflows at every loss scale down to {MIN_LOSS_SCALE:g}; use run.precision=bf16 or fp32"
             )
         return True
 
@@ -234,6 +238,10 @@ class Strategy:
     def wire(self, step: int) -> int:
         """Bytes that this rank sends for update `step`, by formula."""
         return 0
+
+    def notes(self) -> list[str]:
+        """What the user should know of how it runs, beside its name and options."""
+        return []
 
     def telemetry(self) -> dict[str, Tensor]:
         """More 0-d numbers for metrics.jsonl, the same on all ranks."""

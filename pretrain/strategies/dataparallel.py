@@ -32,11 +32,14 @@ class DataParallel(Strategy):
     def wrap(self, module: nn.Module) -> nn.Module:
         device = self.accelerator.device
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-        self.accelerator.print(f"{self.name}: " + (f"{gpus} replicas" if gpus > 1 else f"one replica, since there is one {device.type}"))
+        self.replicas = f"{gpus} replicas" if gpus > 1 else f"one replica, since there is one {device.type}"
         if gpus < 2:
             return module
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         return SummingDataParallel(module, list(range(gpus)), dtype)
+
+    def notes(self) -> list[str]:
+        return [f"{self.name}: {self.replicas}"]
 
     def wire(self, step: int) -> int:
         """No network; but every forward copies the weights from the first GPU to the others, and every backward the gradients back."""

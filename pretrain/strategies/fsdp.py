@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from pretrain.config import Config, ConfigError, Layout
-from pretrain.strategies.base import Strategy
+from pretrain.strategies.base import Strategy, on_cpu
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,6 +62,8 @@ class _Sharded(Strategy):
 
     def check(self, cfg: Config, layout: Layout) -> None:
         super().check(cfg, layout)
+        if self.options.cpu_offload and on_cpu(cfg):
+            raise ConfigError("strategy.options.cpu_offload=true moves weights off a GPU, and this run is on a CPU; leave it out")
         self.accumulation, self.shard_size = layout.accumulation, layout.world_size // self.replicate
 
     def accelerator_arguments(self) -> dict[str, Any]:
@@ -83,6 +85,15 @@ class _Sharded(Strategy):
     def make_plugin(self) -> FullyShardedDataParallelPlugin:
         raise NotImplementedError
 
+    def find_blocks(self, module: nn.Module) -> list[nn.Module]:
+        """The modules of the longest list, transformer blocks in any GPT: what is gathered one after the other."""
+        lists = [found for found in module.modules() if isinstance(found, nn.ModuleList)]
+        blocks = list(max(lists, key=len)) if lists else []
+        self.plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        self.in_blocks = {name for name, p in module.named_parameters() if id(p) in inside}
+        return blocks
+
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         squares = (super().total_norm(gradients) ** 2).to(self.accelerator.device)
         dist.all_reduce(squares, group=self.shards)
@@ -99,15 +110,16 @@ class _Sharded(Strategy):
     def wire(self, step: int) -> int:
         """Per micro-batch: every unit gathered for the forward, the resharded ones again for the backward, in the dtype of the arithmetic;
         gradients reduced in fp32, by a reduce-scatter among the shards and an all-reduce among the copies. By a ring's formulas."""
-        gathered = 2 if self.precision in _HALF else 4
-        weights, again = self.gathered_elements()
-        reductions = self.accumulation if self.options.sync_each_micro else 1
+        micros, gathered = self.accumulation, 2 if self.precision in _HALF else 4
+        weights, again, among = self.gathered_elements()
+        reductions = micros if self.options.sync_each_micro else 1
         shards, copies = self.shard_size, self.replicate
-        in_shards = (self.accumulation * (weights + again) * gathered + reductions * weights * 4) * (shards - 1) // shards
+        in_shards = (micros * weights * gathered + reductions * weights * 4) * (shards - 1) // shards
+        in_shards += micros * again * gathered * (among - 1) // among
         return in_shards + reductions * 2 * (copies - 1) * (weights * 4 // shards) // copies
 
-    def gathered_elements(self) -> tuple[int, int]:
-        """(of all units, of those that the backward gathers again), padding included."""
+    def gathered_elements(self) -> tuple[int, int, int]:
+        """(of all units, of those that the backward gathers again, among how many processes it does), padding included."""
         raise NotImplementedError
 
 
@@ -159,6 +171,7 @@ class FSDP1(_Sharded):
         )
 
     def wrap(self, module: nn.Module) -> nn.Module:
+        self.find_blocks(module)
         wrapped = self.accelerator.prepare_model(module)
         assert isinstance(wrapped, FullyShardedDataParallel), "Accelerate fell back from FSDP"
         return wrapped
@@ -199,11 +212,11 @@ class FSDP1(_Sharded):
             for name, p in self.named_parameters().items():
                 yield name, p.detach().clone()  # whoever keeps it keeps nothing that FSDP will resize
 
-    def gathered_elements(self) -> tuple[int, int]:
+    def gathered_elements(self) -> tuple[int, int, int]:
         units = FullyShardedDataParallel.fsdp_modules(self.model)
         sizes = [unit._flat_param._unpadded_unsharded_size.numel() for unit in units if unit._flat_param is not None]
         again = 0 if self.sharding == ShardingStrategy.SHARD_GRAD_OP else sum(sizes[1:])  # the first is the root, which is kept
-        return sum(sizes), again
+        return sum(sizes), again, self.shard_size
 
 
 class FSDP1GradOp(FSDP1):
@@ -236,8 +249,10 @@ class FSDP2(_Sharded):
     def wrap(self, module: nn.Module) -> nn.Module:
         mesh = self.accelerator.torch_device_mesh if self.replicate > 1 else None
         many = self.options.blocks_per_unit
-        blocks = [block for block in module.modules() if type(block).__name__ in (getattr(module, "_no_split_modules", None) or ())]
-        for start in range(0, len(blocks) if many > 1 else 0, many):  # Accelerate makes units of one block, and leaves these alone
+        blocks = self.find_blocks(module)
+        if many > 1:
+            self.plugin.auto_wrap_policy = None  # Accelerate makes units of one block
+        for start in range(0, len(blocks) if many > 1 else 0, many):
             fully_shard(
                 blocks[start : start + many],
                 mesh=mesh,
@@ -262,13 +277,14 @@ class FSDP2(_Sharded):
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
 
-    def gathered_elements(self) -> tuple[int, int]:
+    def gathered_elements(self) -> tuple[int, int, int]:
         padded = {
             name: -(-p.shape[0] // self.shard_size) * self.shard_size * math.prod(p.shape[1:])
             for name, p in self.named_parameters().items()
         }
-        again = sum(n for name, n in padded.items() if ".h." in name) if self.options.reshard_after_forward else 0
-        return sum(padded.values()), again
+        reshard = self.options.reshard_after_forward
+        again = sum(n for name, n in padded.items() if name in self.in_blocks) if reshard else 0
+        return sum(padded.values()), again, self.shard_size if isinstance(reshard, bool) else reshard
 
 
 class FSDP2GradOp(FSDP2):

@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from pretrain.config import Config, ConfigError, Layout
-from pretrain.optim import MUON_STATE, Recipe, parameter_groups
-from pretrain.strategies.base import _MIN_LOSS_SCALE, _SETUP_TIMEOUT, StepResult, Strategy
+from pretrain.optim import MUON_STATE, Recipe, make_optimizer
+from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Strategy, on_cpu
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EngineScale(torch.amp.GradScaler):
     def __init__(self, scaler: Any) -> None:
         super().__init__("cpu", enabled=False)  # scales nothing itself
         self._scaler = scaler
-        scaler.min_scale, scaler.raise_error_at_min_scale = _MIN_LOSS_SCALE / 2, False  # `must_retry` says when to give up
+        scaler.min_scale, scaler.raise_error_at_min_scale = MIN_LOSS_SCALE / 2, False  # `must_retry` says when to give up
 
     def get_scale(self) -> float:
         return float(self._scaler.cur_scale)
@@ -88,7 +88,7 @@ class DeepSpeed(Strategy):
         return ", which needs whole matrices where DeepSpeed updates flat pieces" if key == "optim.name" else ""
 
     def make_accelerator(self, cfg: Config) -> Accelerator:
-        self.on_cpu = cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
+        self.on_cpu = on_cpu(cfg)
         if self.on_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read at the first import
         deepspeed().utils.logger.setLevel(logging.ERROR)  # it reports every bucket and buffer on standard output
@@ -121,7 +121,7 @@ class DeepSpeed(Strategy):
         """The module's parameters stay the same objects; what is updated are fp32 pieces of them, laid out flat."""
         self.module = module
         exact = {name: p.detach().clone() for name, p in module.named_parameters()} if self.precision != "fp32" else {}
-        self.engine, _ = self.accelerator.prepare(module, bare_optimizer(recipe, dict(module.named_parameters())))
+        self.engine, _ = self.accelerator.prepare(module, make_optimizer(recipe, dict(module.named_parameters()), allocate=False))
         self.model, self.zero = self.engine, self.engine.optimizer
         self.optimizer = self.zero.optimizer  # torch's own, whose learning rate the loop sets
         self.allocate_state({"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (MUON_STATE,) if recipe.optim.momentum else ()}[recipe.optim.name])
@@ -280,20 +280,12 @@ def deepspeed() -> Any:
     return importlib.import_module("deepspeed")
 
 
-def bare_optimizer(recipe: Recipe, parameters: Mapping[str, Tensor]) -> Optimizer:
-    """`make_optimizer` would allocate states for whole parameters, which DeepSpeed then replaces by pieces."""
-    o, groups = recipe.optim, parameter_groups(recipe, parameters)
-    if o.name == "sgd":
-        return SGD(groups, lr=o.lr, momentum=o.momentum or 0.0, fused=True)
-    return AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
-
-
 def prepare_cpu() -> None:
     """Accelerate has no DeepSpeed for CPUs: `cpu=True` makes it DDP in silence. So the process group is made as for a CPU, DeepSpeed is
     told of it, and the state that an `Accelerator` without `cpu` then finds says that it is DeepSpeed's."""
     engine = deepspeed()
     engine.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # of use in inference; to compile it takes minutes
     engine.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU, fast or not
-    PartialState(cpu=True, timeout=_SETUP_TIMEOUT)
-    engine.init_distributed("gloo", auto_mpi_discovery=False, timeout=_SETUP_TIMEOUT)
+    PartialState(cpu=True, timeout=SETUP_TIMEOUT)
+    engine.init_distributed("gloo", auto_mpi_discovery=False, timeout=SETUP_TIMEOUT)
     PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
