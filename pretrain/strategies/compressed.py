@@ -111,6 +111,9 @@ class DDPPowerSGD(DDP):
         super().load_numbers(numbers)
         self.powersgd.updates = numbers["progress"]["step"]
 
+    def notes(self) -> list[str]:
+        return [f"gradients in full until update {self.start:,}, then as products of rank {self.options.rank}"]
+
     def wire(self, step: int) -> int:
         """DDP's until it starts; then a ring all-reduce of P and Q of every compressed matrix, and of the others in full."""
         world: int = self.accelerator.num_processes

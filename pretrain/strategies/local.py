@@ -198,6 +198,14 @@ class LocalSGD(Strategy):
             "pseudo_gradient_cosine": (R * R * together - moved) / (max(1, R - 1) * moved).clamp(min=1e-30),
         }
 
+    def notes(self) -> list[str]:
+        how = "in turn in this process: what they learn is real, the speed is not"
+        if self.simulated == 1:
+            how = f"of {self.group_size} process{'es' if self.group_size > 1 else ''} each"
+        return [
+            f"{self.replica_count} replica{'s' if self.replica_count > 1 else ''} {how}; they meet every {self.options.sync_every:,} updates"
+        ]
+
     def telemetry(self) -> dict[str, Tensor]:
         return self._telemetry
 
