@@ -159,7 +159,7 @@ def judge(cell: Cell, folder: Path) -> tuple[str, str]:
     """(`ok`, `n/a` or `FAILED`, the differences or the reason)."""
     found, weights = _read(cell, folder)
     if found.refused:
-        return "n/a", found.refused.partition(";")[0].partition(": launch")[0]
+        return "n/a", found.refused.partition(";")[0].partition(": write")[0]
     if found.failed:
         return "FAILED", found.failed
     wanted, reference = _read(cell.reference, folder)

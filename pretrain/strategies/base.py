@@ -17,6 +17,7 @@ from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import Recipe, gated_step, local, make_optimizer
 
 SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
+HOW_MANY = "pretrain train CONFIG -- --num_processes {0}, or accelerate launch --multi_gpu --num_processes {0} …"
 MIN_LOSS_SCALE = 2.0**-14  # below fp16's smallest normal number no scale can help
 
 
@@ -62,8 +63,8 @@ class Strategy:
         if world < fewest:
             started = "1 was" if world == 1 else f"{world} were"
             raise ConfigError(
-                f"strategy.name={self.name} needs at least {fewest} processes; {started} started: launch with --num_processes {fewest} "
-                "--multi_gpu" + ("" if world > 1 else ", or use strategy.name=single")
+                f"strategy.name={self.name} needs at least {fewest} processes; {started} started: write {HOW_MANY.format(fewest)}"
+                + ("" if world > 1 else ", or use strategy.name=single")
             )
         for key in ("shard_size", "replicas", "simulate"):
             if getattr(cfg.strategy, key) is not None and key not in self.keys:

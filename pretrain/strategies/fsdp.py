@@ -87,8 +87,8 @@ class _Sharded(Strategy):
 
     def find_blocks(self, module: nn.Module) -> list[nn.Module]:
         """The modules of the longest list, transformer blocks in any GPT: what is gathered one after the other."""
-        lists = [found for found in module.modules() if isinstance(found, nn.ModuleList)]
-        blocks = list(max(lists, key=lambda found: len(found))) if lists else []
+        lists = ([*found] for found in module.modules() if isinstance(found, nn.ModuleList))
+        blocks: list[nn.Module] = max(lists, key=len, default=[])
         self.plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks})
         inside = {id(p) for block in blocks for p in block.parameters()}
         self.in_blocks = {name for name, p in module.named_parameters() if id(p) in inside}

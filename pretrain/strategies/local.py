@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import Recipe, make_optimizer, set_lr
-from pretrain.strategies.base import StepResult, Strategy
+from pretrain.strategies.base import HOW_MANY, StepResult, Strategy
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class LocalSGD(Strategy):
         self.replica_count = cfg.strategy.simulate or cfg.strategy.replicas or layout.world_size
         self.group_size = layout.world_size * self.simulated // self.replica_count  # processes per replica
         self.steps = 0  # of the run; a resumed one loads it
-        every, name = self.options.sync_every, f"strategy.name={self.name}"
+        every = self.options.sync_every
         if every < 1:
             raise ConfigError(f"strategy.options.sync_every={every}: must be 1 or more")
         if layout.world_size == 1 and not cfg.strategy.simulate:
             raise ConfigError(
-                f"{name} needs at least 2 processes; 1 was started: launch with --num_processes 2 --multi_gpu, or strategy.simulate=2"
+                f"strategy.name={self.name} needs at least 2 processes; 1 was started: write {HOW_MANY.format(2)}, or strategy.simulate=2"
             )
         if cfg.strategy.simulate and (layout.world_size > 1 or cfg.strategy.replicas):
             raise ConfigError("strategy.simulate runs all replicas in one process: launch one, and leave strategy.replicas out")
