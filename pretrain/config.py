@@ -132,8 +132,12 @@ class Strategy:
     )
     options: Mapping[str, Any] = key({}, "the strategy's own options", free=True)
     shard_size: int | None = key(None, "`hsdp`: processes that share one copy (default: those of a node, or half of them)", free=True)
-    replicas: int | None = key(None, "local methods: copies that train apart, each one or more processes (default: one per process)")
-    simulate: int | None = key(None, "local methods: train so many replicas in turn in one process, for learning and not for speed")
+    replicas: int | None = key(
+        None, "local methods: copies that train apart, each one or more processes (default: one per process)", free=True
+    )
+    simulate: int | None = key(
+        None, "local methods: train so many replicas in turn in one process, for learning and not for speed", free=True
+    )
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def start(
 
     _own_folder(cfg, world, control)
     found = _find_start(cfg, numbers, world, control)
-    progress, changed = found.progress, check_settings(cfg, found)
+    progress, changed = found.progress, check_settings(cfg, found, strategy.identity())
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     described = models.describe(module, cfg.model.build)

@@ -67,12 +67,15 @@ def _path_to_start_from(cfg: Config, folder: Path, existing: list[tuple[int, Pat
     return given
 
 
-def check_settings(cfg: Config, start: Start) -> list[str]:
-    """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError under `auto`."""
+def check_settings(cfg: Config, start: Start, strategy: Mapping[str, Any]) -> list[str]:
+    """Keys that differ from the checkpoint's run and are allowed to (run.resume=must, or a path). Raises ConfigError under `auto`.
+
+    strategy: what of it decides what is computed.
+    """
     if start.checkpoint is None:
         return []
     theirs = {**identity(Config()), **start.numbers["identity"]["config"]}  # a key that is newer than the checkpoint had its default
-    changed = changed_keys(theirs, identity(cfg))
+    changed = changed_keys({**theirs, **start.numbers["identity"].get("strategy", {})}, {**identity(cfg), **strategy})
     if changed and cfg.run.resume == "auto":
         lines = "\n  ".join(changed)
         raise ConfigError(

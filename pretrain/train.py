@@ -201,6 +201,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
         "progress": {**asdict(progress), "attempt": 0, "train_seconds": job.clock.train_seconds_now()},
         "identity": {
             "config": config.identity(job.cfg),
+            "strategy": job.strategy.identity(),
             "data": job.sets.fingerprints,
             "tokenizer": job.sets.tokenizer["sha256"],
         },

@@ -342,9 +342,9 @@ FREE = {
     "run": {"dir", "resume", "device"},
     "batch": {"micro"},
     "train": {"log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "keep_every", "sample_every", "sample_prompt",
-              "compile", "nonfinite", "hang_timeout"},
+              "compile", "nonfinite", "hang_timeout", "check_replicas_every"},
     "model": {"activation_checkpointing"},
-    "strategy": {"name", "options"},
+    "strategy": {"name", "options", "shard_size", "replicas", "simulate"},
     "track": {"wandb", "tensorboard", "project", "tags"},
 }  # fmt: skip
 

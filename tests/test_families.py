@@ -97,6 +97,23 @@ def test_local_methods_take_over_and_hand_on(ranks: Ranks, config: Config) -> No
         assert drive.largest_difference(old, new)[0] == 0, f"{before}, {after}"
 
 
+@pytest.mark.parametrize(("before", "after", "changed"), [
+    (["strategy.name=ddp"], ["strategy.name=zero1"], ""),
+    (["strategy.name=ddp"], ["strategy.name=ddp", "strategy.options.bucket_cap_mb=1"], ""),
+    (["strategy.name=ddp"], ["strategy.name=ddp_comm_bf16"], "strategy.name: None -> ddp_comm_bf16"),
+    (options("diloco"), [*options("diloco"), "strategy.options.outer_lr=0.5"], "strategy.options.outer_lr: 0.7 -> 0.5"),
+    (options("diloco"), ["strategy.name=ddp"], "strategy.name: diloco -> None"),
+])  # fmt: skip
+def test_auto_goes_on_where_nothing_else_is_computed(
+    ranks: Ranks, config: Config, before: list[str], after: list[str], changed: str
+) -> None:
+    path = config({"train.max_steps": 4, "train.checkpoint_every": 2})
+    ranks.run(drive.whole, path, before, 2, size=2)
+    (outcome, _) = ranks.outcomes(drive.whole, path, after, size=2)
+    assert changed in outcome.error
+    assert bool(changed) == bool(outcome.error)
+
+
 def poisoned(path: Path, names: Sequence[str]) -> dict[str, tuple[str, bool, bool]]:
     """Rank 1's loss is NaN at step 3: (what was raised, whether the weights are finite, whether steps 1 and 2 had changed them)."""
     found = {}

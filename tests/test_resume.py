@@ -241,11 +241,11 @@ def test_changed_settings_are_listed_with_the_two_ways_on(stopped: Path) -> None
         "train.compile=block",
     ]
     cfg = configs.load(stopped, free, OPTIONS)
-    assert check_settings(cfg, find_start(cfg, quiet)) == []
+    assert check_settings(cfg, find_start(cfg, quiet), {}) == []
     changes = ["optim.lr=0.5", "train.max_steps=8", "model.dropout=0.1"]
     cfg = configs.load(stopped, changes, OPTIONS)
     with pytest.raises(ConfigError) as raised:
-        check_settings(cfg, find_start(cfg, quiet))
+        check_settings(cfg, find_start(cfg, quiet), {})
     text = str(raised.value)
     for part in (
         "step 3",
@@ -259,7 +259,7 @@ def test_changed_settings_are_listed_with_the_two_ways_on(stopped: Path) -> None
     assert text.count(" -> ") == 3
     for value in ("must", str(run_folder(stopped))):
         cfg = configs.load(stopped, [*changes, f"run.resume={value}"], OPTIONS)
-        assert len(check_settings(cfg, find_start(cfg, quiet))) == 3
+        assert len(check_settings(cfg, find_start(cfg, quiet), {})) == 3
 
 
 def test_other_data_tokenizer_or_model_is_another_run(ranks: Ranks, stopped: Path, make_set: Callable[..., Path]) -> None:

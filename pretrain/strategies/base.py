@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from pretrain.config import Config, ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout, to_dict
 from pretrain.optim import Recipe, gated_step, local, make_optimizer
 
 SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
@@ -44,6 +44,7 @@ class Strategy:
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     optimizers: tuple[str, ...] = ("adamw", "muon", "sgd")
     keys: tuple[str, ...] = ()  # of the section `strategy`, those that only some families take
+    exact = True  # whether it computes what one process does, to rounding
     sharded = False  # whether one process alone lacks some of the weights
 
     def __init__(self, name: str, options: Any, precision: str) -> None:
@@ -202,6 +203,11 @@ class Strategy:
             for key, value in optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor)
         }
+
+    def identity(self) -> dict[str, Any]:
+        """What of it decides what is computed: nothing, or its name and options."""
+        options = {f"strategy.options.{key}": value for key, value in to_dict(self.options).items()}
+        return {} if self.exact else {"strategy.name": self.name, **options}
 
     def replica_key(self) -> int:
         """Processes with the same number hold the same weights, wherever `may_save` is true."""

@@ -21,6 +21,7 @@ _WORTH_IT = 2  # a matrix is compressed if P and Q are smaller than it by more t
 class DDPHalf(DDP):
     """Rounded to 16 bits on their way, and added up in 16 bits: the smallest of fp16 vanish, bf16 keeps 8 bits of mantissa."""
 
+    exact = False
     half: ClassVar[torch.dtype]
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -63,6 +64,7 @@ class DDPPowerSGD(DDP):
     """Matrices travel as a product of two thin ones."""
 
     Options = PowerSGDOptions
+    exact = False
 
     def check(self, cfg: Config, layout: Layout) -> None:
         super().check(cfg, layout)

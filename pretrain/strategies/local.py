@@ -52,6 +52,7 @@ class LocalSGD(Strategy):
     precisions = ("fp32", "bf16")
     optimizers = ("adamw", "sgd")
     keys = ("replicas", "simulate")
+    exact = False
 
     def why_not(self, key: str) -> str:
         return ", whose replicas would skip different updates" if key == "run.precision" else ""
@@ -233,6 +234,9 @@ class LocalSGD(Strategy):
         first = self.accelerator.process_index // self.group_size
         extras = {f"replica{first + r}.{name}": tensor for r, moments in enumerate(own) for name, tensor in moments.items()}
         return {"model": self.model_state(), "optimizer": means, "extras": {**extras, **self.outer_state()}}
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "strategy.replicas": self.replica_count}
 
     def extras_kind(self) -> dict[str, Any]:
         return {"strategy": self.name, "replicas": self.replica_count}
