@@ -215,10 +215,10 @@ def _strategies(text: str) -> list[str]:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [int(n) for n in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"numbers of processes from 1 on, found {text}")
-    return counts
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers of processes such as 1,2,4; found {text!r}")
+    return [int(part) for part in parts]
 
 
 def _say(line: str) -> None:

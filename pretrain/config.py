@@ -440,7 +440,8 @@ def _contradictions(cfg: Config) -> list[str]:
     if t.epochs is not None and len(cfg.data.train) > 1:
         found.append("train.epochs: several sets have no common epoch; give max_tokens or max_steps")
     positive = {"data.sequence_length", "batch.tokens", "batch.micro", "train.log_every", "train.max_steps", "train.max_tokens",
-                "train.epochs", "train.eval_tokens", "train.keep_last", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size"}  # fmt: skip
+                "train.epochs", "train.eval_tokens", "train.keep_last", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
+                "strategy.shard_size", "strategy.replicas", "strategy.simulate"}  # fmt: skip
     for name, value in ((n, _get(cfg, n)) for n in sorted(positive)):
         if value is not None and value <= 0:
             found.append(f"{name}: must be above 0, found {value}")

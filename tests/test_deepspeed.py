@@ -12,7 +12,6 @@ import torch
 from group import Ranks
 
 from pretrain import config as configs
-from pretrain.collectives import CollectiveCounter
 from pretrain.job import Job, warm_up
 from pretrain.strategies import OPTIONS, choose
 from pretrain.strategies.zero_deepspeed import EngineScale
@@ -30,47 +29,9 @@ def options(name: str) -> list[str]:
     return [f"strategy.name={name}", *(DIVIDED if name == "deepspeed3" else [])]
 
 
-def runs(path: Path, each: Sequence[Sequence[str]], count: int = 3) -> Found:
-    """(rows, weights) of runs that follow each other in one process group."""
-    found = []
-    for k, overrides in enumerate(each):
-        found.append(drive.run(path, [*overrides, f"run.name={k}of{len(each)}-{count}"], count))
-        drive.leave()
-    return found
-
-
 def one_process(ranks: Ranks, path: Path, overrides: Sequence[str]) -> tuple[drive.Rows, drive.Weights]:
     found: tuple[drive.Rows, drive.Weights] = ranks.run(drive.run, path, [*overrides, "run.name=one"], size=1)[0]
     return found
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_stage_is_one_process(ranks: Ranks, config: Config, size: int) -> None:
-    """Each tensor under SGD without clipping, which hides no factor; all together under AdamW, which amplifies rounding."""
-    path = config()
-    exact = {"sgd": one_process(ranks, path, [*SGD, "batch.micro=2"]), "adamw": one_process(ranks, path, ADAMW)}
-    cases = [(name, accumulation) for name in STAGES for accumulation in (1, 2)]
-    each = [[*SGD, f"batch.micro={8 // size // accumulation}", *options(name)] for name, accumulation in cases]
-    each += [[*ADAMW, f"batch.micro={8 // size // 2}", *options(name)] for name in STAGES]
-    each += [
-        [*ADAMW, "batch.micro=1", "strategy.name=deepspeed3"],
-        [*ADAMW, *options("deepspeed2"), "strategy.options.offload_optimizer=true"],
-    ]
-    by_rank = ranks.run(runs, path, each, size=size)
-    for rank in by_rank[1:]:
-        for (rows, weights), (others, same) in zip(by_rank[0], rank, strict=True):
-            assert rows == others
-            assert drive.largest_difference(weights, same)[0] == 0
-    for overrides, (rows, weights) in zip(each, by_rank[0], strict=True):
-        reference, expected = exact["sgd" if SGD[0] in overrides else "adamw"]
-        assert [row["windows"] for row in rows] == [row["windows"] for row in reference]
-        for key in ("loss", "grad_norm"):
-            assert [row[key] for row in rows] == pytest.approx([row[key] for row in reference], rel=2e-6), overrides
-        if SGD[0] in overrides:
-            assert drive.largest_difference(weights, expected)[0] < 1e-6, overrides
-        else:
-            assert drive.distance(weights, expected) < 1e-5, overrides
 
 
 def half(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[drive.Weights, set[torch.dtype], set[torch.dtype], drive.Rows]]:
@@ -219,50 +180,6 @@ def test_interrupted_is_uninterrupted_bit_for_bit(ranks: Ranks, config: Config) 
         assert difference == 0
         for key in ("step", "loss", "val_loss", "grad_norm", "lr", "tokens"):
             assert [row.get(key) for row in parts] == [row.get(key) for row in rows]
-
-
-def there_and_back(path: Path, names: Sequence[str]) -> tuple[drive.Rows, dict[str, drive.Rows]]:
-    """Rows of six steps of DDP, and of six of which each strategy in turn does the middle two."""
-    alone, _, _ = drive.whole(path, ["run.name=ddp", "strategy.name=ddp"])
-    drive.leave()
-    mixed: dict[str, drive.Rows] = {}
-    for name in names:
-        mixed[name] = []
-        for strategy, stop_after in ((["strategy.name=ddp"], 2), (options(name), 2), (["strategy.name=ddp"], None)):
-            mixed[name] += drive.whole(path, [*strategy, f"run.name=via-{name}"], stop_after=stop_after)[0]
-            drive.leave()
-    return alone, mixed
-
-
-@needs_deepspeed
-def test_a_run_of_ddp_goes_on_under_every_stage_and_back(ranks: Ranks, config: Config) -> None:
-    alone, mixed = ranks.run(there_and_back, config(), STAGES, size=2)[0]
-    for name, rows in mixed.items():
-        for key in ("loss", "grad_norm"):
-            assert [row[key] for row in rows] == pytest.approx([row[key] for row in alone], rel=1e-5), name
-
-
-def wire(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
-    """(bytes by our formula, by a ring for the collectives that were issued) of one update."""
-    found = []
-    for k, overrides in enumerate(each):
-        job, progress = drive.begin(path, [*overrides, f"run.name=wire{k}"])
-        drive.steps(job, progress, 1)
-        with CollectiveCounter() as counter:
-            drive.steps(job, progress, 1)
-        job.loader.close()
-        found.append((job.strategy.wire(2), sum(c.sent("ring") for c in counter.collectives)))
-        drive.leave()
-    return found
-
-
-@needs_deepspeed
-def test_bytes_on_the_wire_are_those_of_the_collectives_that_deepspeed_issues(ranks: Ranks, config: Config) -> None:
-    """All but the norms, votes and padding, which come to less than 2 % of even the tiny model."""
-    names = [*map(options, STAGES), ["strategy.name=deepspeed3"]]
-    each = [[*name, f"run.precision={precision}", "batch.micro=2"] for name in names for precision in ("fp32", "bf16")]
-    for overrides, (formula, counted) in zip(each, ranks.run(wire, config(), each, size=2)[0], strict=True):
-        assert formula == pytest.approx(counted, rel=0.02), overrides
 
 
 def refusal(path: Path, overrides: list[str]) -> str:

@@ -76,3 +76,15 @@ def test_the_table_tells_what_cannot_exist_and_what_failed(tmp_path: Path) -> No
 def test_the_command_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "--parity", "--strategies", "zero1", "--processes", "2"]) == 0
     assert "| zero1 | 2 | ok: one_weight" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--strategies", "ddp,fsdp3"], "unknown strategy 'fsdp3'; there are single, dataparallel, ddp,"),
+    (["--processes", "2,x"], "expected numbers of processes such as 1,2,4; found '2,x'"),
+    (["--processes", "0"], "expected numbers of processes such as 1,2,4; found '0'"),
+])  # fmt: skip
+def test_the_command_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", "--parity", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

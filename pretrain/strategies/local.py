@@ -79,10 +79,13 @@ class LocalSGD(Strategy):
             )
         if self.group_size * self.replica_count != layout.world_size * self.simulated:
             raise ConfigError(f"strategy.replicas={self.replica_count} does not divide {layout.world_size} processes")
-        for key, steps in (("train.checkpoint_every", cfg.train.checkpoint_every), ("train.max_steps", layout.steps)):
-            if steps % every:  # the replicas agree, and can be saved, when they have met
-                nearest = max(every, round(steps / every) * every)
-                raise ConfigError(f"{key}: {steps} is no multiple of strategy.options.sync_every={every}; write {key}={nearest}")
+        misfits = [
+            f"{key}: {steps} is no multiple of strategy.options.sync_every={every}; write {key}={max(every, round(steps / every) * every)}"
+            for key, steps in (("train.checkpoint_every", cfg.train.checkpoint_every), ("train.max_steps", layout.steps))
+            if steps % every
+        ]
+        if misfits:  # the replicas agree, and can be saved, when they have met
+            raise ConfigError("\n".join(misfits))
 
     def wrap(self, module: nn.Module) -> nn.Module:
         rank, size = self.accelerator.process_index, self.group_size
