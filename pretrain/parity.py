@@ -32,6 +32,7 @@ Arrays = Mapping[str, npt.NDArray[np.float32]]
 WORLDS = (1, 2, 4)
 _STEPS = 4
 _WINDOWS, _T, _VOCABULARY = 8, 16, 64  # of an update; a multiple of 64 has no padded rows
+_LAUNCH_SECONDS, _CELL_SECONDS = 120, 30  # after which a launch is held to hang
 _SMALL = 1024  # bytes: norms and votes, which the formulas leave out
 _LOCAL = ("local_sgd", "diloco")
 _COMPRESSED = ("ddp_comm_fp16", "ddp_comm_bf16", "ddp_powersgd")
@@ -256,20 +257,23 @@ def _launch(wanted: Sequence[Cell], folder: Path, world: int) -> None:
         return
     while left := [cell for cell in wanted if not (folder / f"{cell.name}.json").exists()]:
         (folder / "cells.json").write_text(json.dumps([asdict(cell) for cell in left]), "utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={world}",
-            "-m",
-            "pretrain.parity",
-            str(folder),
-        ]
-        ran = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        if ran.returncode and all(not (folder / f"{cell.name}.json").exists() for cell in left):
-            last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
-            _write(left[0], folder, Result(failed=f"ended with status {ran.returncode}: {last}"))
+        problem, hung = _attempt(folder, world, _LAUNCH_SECONDS + _CELL_SECONDS * len(left))
+        missing = [cell for cell in left if not (folder / f"{cell.name}.json").exists()]
+        if problem and missing and (hung or missing == left):
+            _write(missing[0], folder, Result(failed=problem))
+
+
+def _attempt(folder: Path, world: int, seconds: int) -> tuple[str, bool]:
+    """(what went wrong with a launch of `cells.json`, whether it had to be ended)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", "-m", "pretrain.parity"]
+    try:
+        ran = subprocess.run(
+            [*launcher, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:  # the workers end with their launcher
+        return f"no end after {seconds} seconds", True
+    last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
+    return (f"ended with status {ran.returncode}: {last}" if ran.returncode else ""), False
 
 
 def _read(cell: Cell, folder: Path) -> tuple[Result, Arrays]:
