@@ -319,8 +319,11 @@ def identity_hash(cfg: Config) -> str:
 
 
 def everything_hash(cfg: Config) -> str:
-    """Of every key: what the ranks of one launch must agree on."""
-    return _hash(to_dict(cfg))
+    """Of what the ranks of one launch must agree on: every key but where things lie, which may differ between machines."""
+    sections = to_dict(cfg)
+    for section, name in (("run", "dir"), ("data", "train"), ("data", "val")):
+        del sections[section][name]
+    return _hash(sections)
 
 
 def _hash(values: Any) -> str:

@@ -215,7 +215,7 @@ def test_powersgd_goes_on_from_another_strategy_and_on_other_ranks(ranks: Ranks,
     """With no error to remember: that of the ranks before is not of these."""
     path, rows = config({**BASE, "run.name": "moved", "batch.micro": 1}), []
     powersgd = ["strategy.name=ddp_powersgd", "strategy.options.start_step=1"]
-    for overrides, size, stop_after in ((["strategy.name=ddp"], 2, 2), (powersgd, 4, 2), (powersgd, 2, None)):
+    for overrides, size, stop_after in ((["strategy.name=ddp"], 2, 2), ([*powersgd, "run.resume=must"], 4, 2), (powersgd, 2, None)):
         by_rank = ranks.run(drive.whole, path, overrides, stop_after, size=size)
         rows += by_rank[0][0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
