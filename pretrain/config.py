@@ -321,8 +321,9 @@ def identity_hash(cfg: Config) -> str:
 def everything_hash(cfg: Config) -> str:
     """Of what the ranks of one launch must agree on: every key but where things lie, which may differ between machines."""
     sections = to_dict(cfg)
-    for section, name in (("run", "dir"), ("data", "train"), ("data", "val")):
-        del sections[section][name]
+    del sections["run"]["dir"]
+    for source in (*sections["data"]["train"], *sections["data"]["val"]):
+        del source["path"]
     return _hash(sections)
 
 

@@ -20,6 +20,7 @@ from pretrain.config import (
     Layout,
     Source,
     build_options,
+    everything_hash,
     identity,
     identity_hash,
     layout,
@@ -362,6 +363,14 @@ def test_the_identity_sees_every_key_that_counts() -> None:
     hashes = {identity_hash(replace(Config(), name, value)) for name, value in other.items()}
     assert len(hashes | {identity_hash(Config())}) == len(other) + 1
     assert identity_hash(replace(Config(), "batch.micro", 4)) == identity_hash(Config())
+
+
+def test_ranks_must_agree_on_all_but_where_things_lie() -> None:
+    here = replace(Config(), "data.train", (Source("a"),))
+    for name, value in (("run.dir", "/elsewhere"), ("data.train", (Source("b"),))):
+        assert everything_hash(replace(here, name, value)) == everything_hash(here)
+    for name, value in (("batch.micro", 4), ("strategy.options", {"bucket_cap_mb": 1}), ("data.train", (Source("a", 2.0),))):
+        assert everything_hash(replace(here, name, value)) != everything_hash(here)
 
 
 def test_every_key_is_documented() -> None:
