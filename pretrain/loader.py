@@ -147,7 +147,7 @@ class Loader:
         digest = xxhash.xxh3_64(np.stack([source, window]).tobytes()).hexdigest()
         rows = np.full((L.accumulation, L.micro, L.sequence_length + 1), IGNORED, np.int64)
         for a in range(L.accumulation):
-            first = (a * L.world_size + self.rank) * L.micro
+            first = (self.rank * L.accumulation + a) * L.micro  # a rank's windows follow each other, whatever the micro-batch
             for b in range(min(L.micro, max(0, stop - position - first))):
                 rows[a, b] = self._window(int(source[first + b]), int(window[first + b]))
         tokens_ABT = torch.from_numpy(rows)
@@ -169,7 +169,7 @@ class Loader:
     def _on_device(self, batch: GlobalBatch, tokens_ABT: Tensor) -> GlobalBatch:
         L = self.layout
         tokens_ABT = tokens_ABT.to(self.device, non_blocking=True)
-        micros = [Micro(*_shift(rows), a * L.world_size + self.rank, a == L.accumulation - 1) for a, rows in enumerate(tokens_ABT)]
+        micros = [Micro(*_shift(rows), self.rank * L.accumulation + a, a == L.accumulation - 1) for a, rows in enumerate(tokens_ABT)]
         return GlobalBatch(batch.tokens, batch.start, batch.stop, batch.windows_hash, micros)
 
 

@@ -65,7 +65,7 @@ def loaders() -> Any:
 
 
 def served(loaders: Loaders, windows: int, L: Layout, updates: int, start: int = 0, **more: Any) -> list[list[int]]:
-    """Per update, the windows that all ranks were given together, in the order (micro-batch, rank, row); −1 for a row of padding."""
+    """Per update, the windows that all ranks were given together, in the order (rank, micro-batch, row); −1 for a row of padding."""
     ranks = [loaders([NumberedStream(windows)], L, rank, **more) for rank in range(L.world_size)]
     found = []
     for _ in range(updates):
@@ -73,9 +73,8 @@ def served(loaders: Loaders, windows: int, L: Layout, updates: int, start: int =
         assert len({batch.windows_hash for batch in batches}) == 1
         assert {(batch.start, batch.stop) for batch in batches} == {(start, batches[0].stop)}
         update = []
-        for a in range(L.accumulation):
-            for batch in batches:
-                micro = batch.micros[a]
+        for batch in batches:
+            for a, micro in enumerate(batch.micros):
                 assert micro.inputs.shape == micro.targets.shape == (L.micro, T)
                 assert micro.last == (a == L.accumulation - 1)
                 update += [int(x[0]) if y[0] != IGNORED else -1 for x, y in zip(micro.inputs, micro.targets, strict=True)]

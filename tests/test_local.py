@@ -50,14 +50,15 @@ def test_one_replica_of_local_sgd_is_single(ranks: Ranks, config: Config) -> Non
     assert drive.largest_difference(one, final(ranks, config(), ADAMW, 1))[0] == 0
 
 
-def test_the_user_is_told_who_meets_when(ranks: Ranks, config: Config, capfd: pytest.CaptureFixture[str]) -> None:
-    final(ranks, config(), [*H2, "strategy.name=diloco", "strategy.simulate=4"], 1)
+def test_the_user_is_told_who_meets_when(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    drive.run(config(), [*H2, "strategy.name=diloco", "strategy.simulate=4"])
     assert (
-        "4 replicas in turn in this process: what they learn is real, the speed is not; they meet every 2 updates" in capfd.readouterr().out
+        "4 replicas in turn in this process: what they learn is real, the speed is not; they meet every 2 updates"
+        in capsys.readouterr().out
     )
 
 
-def test_accumulation_changes_nothing(ranks: Ranks, config: Config) -> None:
+def test_accumulation_changes_nothing_nor_what_a_replica_sees(ranks: Ranks, config: Config) -> None:
     found = [final(ranks, config(), [*ADAMW, *H2, "strategy.name=diloco", f"batch.micro={micro}"], 2) for micro in (4, 2)]
     assert drive.distance(*found) < 1e-5
 

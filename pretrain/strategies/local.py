@@ -62,6 +62,7 @@ class LocalSGD(Strategy):
         self.simulated = cfg.strategy.simulate or 1  # replicas in this process
         self.replica_count = cfg.strategy.simulate or cfg.strategy.replicas or layout.world_size
         self.group_size = layout.world_size * self.simulated // self.replica_count  # processes per replica
+        self.accumulation = layout.accumulation
         self.steps = 0  # of the run; a resumed one loads it
         every = self.options.sync_every
         if every < 1:
@@ -132,8 +133,8 @@ class LocalSGD(Strategy):
 
     @contextmanager
     def accumulate(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """The micro-batches go round the replicas as they would go round the ranks."""
-        replica = self.replicas[self._micro % self.simulated]
+        """Simulated replicas take the micro-batches one after the other, each the share that its ranks would have."""
+        replica = self.replicas[self._micro * self.simulated // self.accumulation]
         self._micro = 0 if last else self._micro + 1
         silent: AbstractContextManager[Any] = nullcontext() if last or self.mates is None else model.no_sync()  # type: ignore[operator]
         with self.at(replica), silent:
