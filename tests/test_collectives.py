@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from group import Ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -130,12 +130,6 @@ def ddp_backward(hook: Callable[..., Any] | None = None, state: Any = None, befo
     return totals(lambda: loss(net).backward())
 
 
-def powersgd_backward() -> Totals:
-    """One bucket: with more, PowerSGD can deadlock on gloo."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    return ddp_backward(powerSGD_hook.powerSGD_hook, state, before=3)
-
-
 def zero1_step() -> Totals:
     dist.init_process_group("gloo")
     net = model()
@@ -175,11 +169,6 @@ def test_every_family_moves_what_its_description_says(ranks: Ranks, world: int) 
     assert of_every_rank(zero1_step) == {"broadcast": WEIGHTS}
     assert of_every_rank(fsdp2_step) == {"all_gather": 2 * WEIGHTS, "reduce_scatter": WEIGHTS}
     assert of_every_rank(fsdp1_step) == {"all_gather": WEIGHTS, "reduce_scatter": WEIGHTS}
-
-
-def test_powersgd_is_seen_in_full(ranks: Ranks) -> None:
-    """Its factors P and Q, and the biases as they are. It issues Q's all-reduce from a callback, in one of gloo's threads."""
-    assert ranks.run(powersgd_backward, size=2) == [{"all_reduce": 4 * 3 * (WIDTH + WIDTH + WIDTH)}] * 2
 
 
 def votes() -> tuple[list[str], set[str], set[str]]:

@@ -72,12 +72,6 @@ def test_the_table_tells_what_cannot_exist_and_what_failed(tmp_path: Path) -> No
     assert text.endswith("0 ok, 1 n/a, 1 FAILED")
 
 
-@pytest.mark.launch
-def test_the_command_prints_the_table(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "--parity", "--strategies", "zero1", "--processes", "2"]) == 0
-    assert "| zero1 | 2 | ok: one_weight" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--strategies", "ddp,fsdp3"], "unknown strategy 'fsdp3'; there are single, dataparallel, ddp,"),
     (["--processes", "2,x"], "expected numbers of processes such as 1,2,4; found '2,x'"),
