@@ -110,7 +110,7 @@ def simulate(path: Path, overrides: list[str], size: int, count: int, *reduces: 
                 loss_sum, _ = job.model(micro.inputs, micro.targets)
                 found = torch.autograd.grad(loss_sum / batch.tokens * size, list(named.values()))
                 for name, gradient in zip(named, found, strict=True):
-                    by_rank[micro.index % size][name] += gradient
+                    by_rank[micro.index * size // len(batch.micros)][name] += gradient
             for name, gradient in reduce(step, by_rank).items():
                 named[name].grad = gradient
             job.strategy.step(0.0)
