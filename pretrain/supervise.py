@@ -25,6 +25,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
     """Raises ConfigError for what the config alone shows; everything else is the trainer's to find."""
     cfg = config.load(config_file, overrides)
+    if cfg.strategy != config.Strategy():  # its names and options are the strategies' to know: some seconds of imports
+        from pretrain.strategies import OPTIONS
+
+        config.load(config_file, overrides, OPTIONS)
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

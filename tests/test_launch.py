@@ -153,6 +153,8 @@ def test_mistakes_are_all_listed_once(place: Path, path: Path) -> None:
     cases: Mapping[str, tuple[list[str], list[str]]] = {
         "a wrong key": (pretrain_train(typo), ["train.max_stepz: unknown key; did you mean train.max_steps?", "train: give exactly one of max_steps"]),
         "two mistakes": (pretrain_train(path, *two), ["optim.lr: expected a number, found 'fast'", "train.log_evry: unknown key; did you mean train.log_every?"]),
+        "no such strategy": (pretrain_train(path, "strategy.name=fsdp3"), ["strategy.name: unknown strategy 'fsdp3'; did you mean fsdp2?"]),
+        "a wrong option": (pretrain_train(path, "strategy.name=diloco", "strategy.options.sync_evry=2"), ["strategy.options.sync_evry: unknown key"]),
         "no such file": (pretrain_train("no/such.yaml"), ["no/such.yaml: no such config file"]),
         "a folder": (pretrain_train(place), [f"{place}: a folder, not a config file"]),
         "not YAML": (pretrain_train(broken), [f"{broken}: not valid YAML"]),

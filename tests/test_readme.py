@@ -23,7 +23,7 @@ TINY = """
 data: {train: data/quickstart, sequence_length: 16}
 model: {n_layer: 1, n_head: 2, n_embd: 32}
 batch: {tokens: 64, micro: 2}
-optim: {lr: 1.0e-3}
+optim: {name: muon, lr: 1.0e-3}
 train: {max_steps: 8, log_every: 4, eval_every: 4, eval_tokens: 64, checkpoint_every: 4}
 """
 
