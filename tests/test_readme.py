@@ -101,8 +101,8 @@ def test_the_strategy_of_the_readme_trains_and_sends_a_quarter(ranks: Ranks, con
     ((exact, _),) = ranks.run(drive.run, config({"run.name": "exact"}), [], 4, size=1)
     for rows, predicted, sent in ranks.run(run_under_int8, config(), code, size=2):
         assert sent == pytest.approx(predicted, rel=0.03)
-        for key in ("loss", "grad_norm"):
-            assert [row[key] for row in rows] == pytest.approx([row[key] for row in exact], rel=0.02)
+        for key, bound in (("loss", 0.005), ("grad_norm", 0.05)):  # 63 levels for the largest element, and noise of half a level for each
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in exact], rel=bound)
         assert [row["grad_norm"] for row in rows] != [row["grad_norm"] for row in exact]
 
 
