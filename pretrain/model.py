@@ -205,10 +205,15 @@ def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def weights_hash(model: nn.Module) -> str:
+    return tensors_hash(plain_state(model))
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bits, in the mapping's order."""
     digest = xxhash.xxh3_128()
-    for name, tensor in plain_state(model).items():
+    for name, tensor in tensors.items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)  # a 0-d tensor has no bytes to view
     return digest.hexdigest()
 
 

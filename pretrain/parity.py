@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from pretrain import config, launch, shards, train
 from pretrain.collectives import CollectiveCounter
 from pretrain.config import ConfigError
 from pretrain.job import start
+from pretrain.model import tensors_hash
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, STRATEGIES, release
 
@@ -119,7 +119,7 @@ def run_cell(cell: Cell, folder: Path, stops: StopRequests) -> tuple[Result, Arr
     ]
     cfg = config.load(folder / "parity.yaml", overrides, OPTIONS)
     job, progress = start(cfg, folder / "parity.yaml", overrides, launch.read_world(), [], stops)
-    result = Result(initial=_hash(dict(job.strategy.whole_weights())))
+    result = Result(initial=tensors_hash(dict(sorted(job.strategy.whole_weights()))))
     while progress.step < _STEPS:
         with CollectiveCounter(leave_out=[job.control] if job.control else []) as counter:
             batch, loss_sum, update = train.update(job, progress.step + 1, progress.position)
@@ -151,7 +151,7 @@ def run_cells(wanted: Sequence[Cell], folder: Path, rank: int, stops: StopReques
         if rank == 0:
             np.savez(folder / f"{cell.name}.npz", **weights)  # type: ignore[arg-type]
         if rank == 0 or result.failed:
-            (folder / f"{cell.name}.json").write_text(json.dumps(asdict(result)), "utf-8")
+            _write(cell, folder, result)
         if result.failed:
             raise RuntimeError(f"{cell.name}: {result.failed}")
 
@@ -284,13 +284,6 @@ def _read(cell: Cell, folder: Path) -> tuple[Result, Arrays]:
 
 def _write(cell: Cell, folder: Path, result: Result) -> None:
     (folder / f"{cell.name}.json").write_text(json.dumps(asdict(result)), "utf-8")
-
-
-def _hash(weights: Mapping[str, torch.Tensor]) -> str:
-    digest = xxhash.xxh3_64()
-    for name in sorted(weights):
-        digest.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _norm(weights: Arrays) -> float:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from pretrain.job import Job
 from pretrain.loader import GlobalBatch
+from pretrain.model import tensors_hash
 from pretrain.optim import local, lr_at
 from pretrain.resume import Progress
 from pretrain.strategies import StepResult
@@ -117,11 +117,9 @@ def compare_replicas(job: Job, step: int) -> None:
     """All ranks call it. Raises ReplicasDiffer, on all of them, naming the first rank that differs; between synchronisations does nothing."""
     if job.control is None or not job.strategy.may_save(step):
         return
-    digest = xxhash.xxh3_64()
-    for tensor in job.strategy.named_parameters().values():
-        digest.update(local(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    digest = tensors_hash({name: local(p.detach()) for name, p in job.strategy.named_parameters().items()})
     everyone: list[Any] = [None] * job.world.size
-    dist.all_gather_object(everyone, (job.strategy.replica_key(), digest.hexdigest()), group=job.control)
+    dist.all_gather_object(everyone, (job.strategy.replica_key(), digest), group=job.control)
     first: dict[int, tuple[int, str]] = {}
     for rank, (key, found) in enumerate(everyone):
         other, expected = first.setdefault(key, (rank, found))
