@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from pretrain.collectives import bytes_sent
 from pretrain.config import Config, ConfigError, Layout
 from pretrain.strategies.ddp import DDP, DDPOptions
 
@@ -119,7 +120,7 @@ class DDPPowerSGD(DDP):
     def wire(self, step: int) -> int:
         """DDP's until it starts; then a ring all-reduce of P and Q of every compressed matrix, and of the others in full."""
         world: int = self.accelerator.num_processes
-        return super().wire(step) if step <= self.start else 2 * (world - 1) * 4 * self.powersgd.elements // world
+        return super().wire(step) if step <= self.start else bytes_sent("ring", "all_reduce", 4 * self.powersgd.elements, world)
 
 
 class PowerSGD:

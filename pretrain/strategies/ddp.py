@@ -9,6 +9,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pretrain.collectives import bytes_sent
 from pretrain.strategies.base import Strategy
 
 
@@ -45,4 +46,4 @@ class DDP(Strategy):
         """A ring all-reduce of fp32 gradients: 2·(W−1)/W of them (Patarasuk and Yuan 2009)."""
         world: int = self.accelerator.num_processes
         gradients = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        return 2 * (world - 1) * gradients // world
+        return bytes_sent("ring", "all_reduce", gradients, world)

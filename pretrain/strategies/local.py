@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from pretrain.collectives import bytes_sent
 from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import Recipe, make_optimizer, set_lr
 from pretrain.strategies.base import HOW_MANY, StepResult, Strategy
@@ -266,8 +267,8 @@ class LocalSGD(Strategy):
         """A ring all-reduce of the weights among the replicas at each synchronisation, and of the gradients inside a replica at each step."""
         size = sum(p.numel() * 4 for p in self.parameters)
         replicas, mates = self.replica_count // self.simulated, self.group_size
-        between = 2 * (replicas - 1) * size // replicas if self.may_save(step) else 0
-        return between + 2 * (mates - 1) * size // mates
+        between = bytes_sent("ring", "all_reduce", size, replicas) if self.may_save(step) else 0
+        return between + bytes_sent("ring", "all_reduce", size, mates)
 
 
 class DiLoCo(LocalSGD):

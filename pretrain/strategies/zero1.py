@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from pretrain.collectives import bytes_sent
 from pretrain.optim import Recipe, make_optimizer, parameter_groups
 from pretrain.strategies.ddp import DDP, DDPOptions
 
@@ -49,4 +50,4 @@ class Zero1(DDP):
         """DDP's all-reduce, and every weight broadcast by its owner: (W − 1)/W of them per rank on average."""
         world: int = self.accelerator.num_processes
         weights = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        return super().wire(step) + (world - 1) * weights // world
+        return super().wire(step) + bytes_sent("ring", "broadcast", weights, world)
