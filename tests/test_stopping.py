@@ -173,7 +173,7 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
         started.signal(TERM)
         started.signal(INT)
         assert started.wait(5) == 1
-        assert "second request to stop (SIGINT)" in started.status()["reason"]
+        assert re.search(r"second request to stop \(SIG(INT|TERM)\)", started.status()["reason"])  # the kernel may deliver them in either order
         assert "step_00000006 at step 6" in started.out
     assert_only_complete(folder, [3, 6])
 
