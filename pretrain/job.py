@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain import checkpoint, launch, runfolder
+from pretrain import checkpoint, launch, machine, runfolder
 from pretrain import model as models
 from pretrain.config import Config, ConfigError, Layout, everything_hash, layout, to_dict
+from pretrain.launched import Launched, forget_plugins
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
@@ -66,17 +67,17 @@ class Job:
 
 def start(
     cfg: Config, config_file: Path, overrides: list[str], world: launch.World, notes: list[str], stops: StopRequests,
-    launched: launch.Launched | None = None,
+    launched: Launched | None = None,
 ) -> tuple[Job, Progress]:  # fmt: skip
     """Every rank calls it. Raises ConfigError or ShardError, the same on every rank, for what the user can mend; Finished at the end."""
     began = time.perf_counter()
-    cpu_note = launch.prepare_cpu(world)
+    cpu_note = machine.prepare_cpu(world.local_size)
     sets = open_sets(cfg)
     numbers = layout(cfg, world.size, sets.windows_per_epoch)
-    device = torch.device(launch.device_type(cfg))
-    precision, precision_why = launch.choose_precision(cfg, device)
+    device = torch.device(machine.device_type(cfg))
+    precision, precision_why = machine.choose_precision(cfg, device)
     strategy = choose(cfg, numbers, precision, launched)
-    launch.forget_plugins()
+    forget_plugins()
     _set_kernels(cfg)
     device = strategy.make_accelerator(cfg).device
     control = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -90,7 +91,7 @@ def start(
     init_hash, parameters = models.weights_hash(module), models.parameter_count(module)
     agree(control, {"config": everything_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": runfolder.code_hash()})
     flops = models.flops_per_token(module, numbers.sequence_length)
-    compile_mode, compile_why = launch.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
+    compile_mode, compile_why = machine.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
         models.compile_model(module, compile_mode)
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
@@ -98,31 +99,40 @@ def start(
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
         notes = [*notes, *load(found.checkpoint, found.numbers, strategy, control)]
 
-    facts = {
-        "config_file": config_file.stem, "overrides": overrides, "world_size": world.size, "strategy": strategy.name,
-        "strategy_options": to_dict(strategy.options), "precision": precision, "compile": compile_mode, "device": _device_name(device),
-        "parameters": parameters, "init_hash": init_hash, "threads": torch.get_num_threads(), "tokenizer": sets.tokenizer["name"],
-        "fingerprints": sets.fingerprints, "accumulation": numbers.accumulation, "steps": numbers.steps, "versions": _versions(),
-    }  # fmt: skip
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
-    if job.is_main:
-        _open_records(job, facts, progress)
-    job.say(_headline(job, facts))
+    facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     notes = [*notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
-    job.say("\n".join(f"  {note}" for note in notes))
-    job.say(f"resuming from {found.checkpoint} at step {progress.step:,}" if found.checkpoint else f"starting at step 0 in {cfg.folder}")
+    _open(job, found, facts, notes, began)
+    return job, progress
+
+
+def _open(job: Job, found: Start, facts: dict[str, Any], notes: list[str], began: float) -> None:
+    """From a job that is made to one that trains: its records, what the user should know of it, and the warm-up."""
+    if job.is_main:
+        _open_records(job, facts, found.progress)
+    job.say("\n".join([_headline(job, facts), *(f"  {note}" for note in notes)]))
+    step = found.progress.step
+    job.say(f"resuming from {found.checkpoint} at step {step:,}" if found.checkpoint else f"starting at step 0 in {job.cfg.folder}")
     with job.clock.apart("warm-up"):
         facts["in_use"] = warm_up(job)
     if job.is_main:
-        runfolder.record_config(cfg.folder, to_dict(cfg), facts)
-    job.say(
-        f"ready for step {progress.step + 1:,} after {time.perf_counter() - began:.1f}s, of them {job.clock.other['warm-up']:.1f}s compiling and warming up"
-    )
-    return job, progress
+        runfolder.record_config(job.cfg.folder, to_dict(job.cfg), facts)
+    warming = job.clock.other["warm-up"]
+    job.say(f"ready for step {step + 1:,} after {time.perf_counter() - began:.1f}s, of them {warming:.1f}s compiling and warming up")
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What config.yaml keeps beside the configuration: what it came to on this machine."""
+    return {
+        "world_size": job.world.size, "strategy": job.strategy.name, "strategy_options": to_dict(job.strategy.options),
+        "precision": job.strategy.precision, "compile": job.compile_mode, "device": _device_name(job.clock.device),
+        "threads": torch.get_num_threads(), "tokenizer": job.sets.tokenizer["name"], "fingerprints": job.sets.fingerprints,
+        "accumulation": job.layout.accumulation, "steps": job.layout.steps, "versions": _versions(),
+    }  # fmt: skip
 
 
 def _own_folder(cfg: Config, world: launch.World, control: dist.ProcessGroup | None) -> None:

@@ -28,6 +28,7 @@ from pretrain import model as models
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import ConfigError
 from pretrain.job import Finished, Job, start
+from pretrain.launched import launched_strategy
 from pretrain.loader import GlobalBatch, evaluation_batches
 from pretrain.optim import lr_at, set_lr
 from pretrain.resume import Progress
@@ -53,9 +54,10 @@ def main(arguments: list[str]) -> int:
         cfg = config.load(arguments[0], arguments[1:], OPTIONS)
         micro = config.smaller_micro(cfg, world.size)
         folder = cfg.folder
-        notes = launch.check_launcher(world)
+        launched = launched_strategy(world.size)
+        notes = launch.check_launcher(world, launched)
         tracking.check(cfg)
-        job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops, launch.launched_strategy())
+        job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops, launched)
     except Finished as finished:
         return end(folder, world, str(finished), state="finished", status=0)
     except (ConfigError, ShardError, CheckpointError) as error:

@@ -27,8 +27,7 @@ from launching import (
 )
 from torch import device
 
-from pretrain import config
-from pretrain import launch as product_launch
+from pretrain import config, machine
 
 pytestmark = pytest.mark.launch
 CONFIGS = TRAINER.parents[1] / "configs" / "accelerate"
@@ -137,10 +136,10 @@ def test_precision_is_one_that_both_can_mean(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
     cfg = config.load(path, [f"run.precision={wanted}"])
     if isinstance(found, tuple):
-        assert product_launch.choose_precision(cfg, device("cpu"))[0] in found
+        assert machine.choose_precision(cfg, device("cpu"))[0] in found
     else:
         with pytest.raises(config.ConfigError, match=found):
-            product_launch.choose_precision(cfg, device("cpu"))
+            machine.choose_precision(cfg, device("cpu"))
 
 
 def test_mistakes_are_all_listed_once(place: Path, path: Path) -> None:

@@ -19,7 +19,8 @@ from launching import TRAINER, accelerate, losses, make_set, run_all, write_conf
 
 from pretrain import config
 from pretrain.config import ConfigError
-from pretrain.launch import Launched, World, check_launcher, forget_plugins, launched_strategy
+from pretrain.launch import World, check_launcher
+from pretrain.launched import Launched, forget_plugins, launched_strategy
 from pretrain.strategies import OPTIONS, choose
 
 CONFIGS = {path.stem: path for path in sorted((TRAINER.parents[1] / "configs" / "accelerate").glob("*.yaml"))}
@@ -64,7 +65,7 @@ def export(patch: pytest.MonkeyPatch, variables: Mapping[str, str], size: int = 
 ])  # fmt: skip
 def test_a_plugin_is_its_strategy(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], strategy: str | None, shard_size: int | None) -> None:  # fmt: skip
     export(monkeypatch, variables)
-    assert launched_strategy() == (Launched(strategy, shard_size) if strategy else None)
+    assert launched_strategy(4) == (Launched(strategy, shard_size) if strategy else None)
 
 
 @pytest.mark.parametrize(("variables", "words"), [
@@ -88,7 +89,7 @@ def test_a_plugin_is_its_strategy(monkeypatch: pytest.MonkeyPatch, variables: di
 def test_a_plugin_without_a_strategy_is_refused(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
     export(monkeypatch, variables)
     with pytest.raises(ConfigError, match=words) as error:
-        check_launcher(World(0, 0, 4, 4))
+        check_launcher(World(0, 0, 4, 4), launched_strategy(4))
     assert "\n" not in str(error.value)
 
 
@@ -109,10 +110,10 @@ def test_deepspeeds_own_file_says_the_stage(monkeypatch: pytest.MonkeyPatch, tmp
     told = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": stage} if stage else {}
     export(monkeypatch, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path), **told})
     if isinstance(found, Launched):
-        assert launched_strategy() == found
+        assert launched_strategy(4) == found
     else:
         with pytest.raises(ConfigError, match=found):
-            launched_strategy()
+            launched_strategy(4)
 
 
 @pytest.mark.parametrize(("variables", "noted"), [
@@ -134,7 +135,7 @@ def test_settings_without_effect_are_noted(monkeypatch: pytest.MonkeyPatch, vari
                "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # fmt: skip
     export(monkeypatch, {**neutral, **variables})
-    notes = check_launcher(World(0, 0, 4, 4))
+    notes = check_launcher(World(0, 0, 4, 4), launched_strategy(4))
     assert len(notes) == (noted is not None), notes
     if noted:
         assert f"set by the launcher, has no effect: {noted}" in notes[0]
@@ -146,7 +147,7 @@ def test_the_rest_of_deepspeeds_own_file_is_noted(monkeypatch: pytest.MonkeyPatc
     zero = {"stage": 2, "offload_optimizer": {"device": "none"}, "overlap_comm": True}
     path.write_text(json.dumps({**neutral, "train_batch_size": 8, "zero_optimization": zero}))
     export(monkeypatch, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
-    (note,) = check_launcher(World(0, 0, 4, 4))
+    (note,) = check_launcher(World(0, 0, 4, 4), launched_strategy(4))
     assert note.startswith(f"train_batch_size, zero_optimization.overlap_comm in {path}, named by the launcher, without effect")
 
 
@@ -213,9 +214,9 @@ def test_a_config_file_launches_its_strategy(monkeypatch: pytest.MonkeyPatch, na
     variables, processes = exported(monkeypatch, ["--config_file", str(CONFIGS[name])])
     assert processes == file.num_processes
     export(monkeypatch, variables, processes)
-    launched = launched_strategy()
+    launched = launched_strategy(processes)
     assert (launched.strategy if launched else None) == (None if name in NO_PLUGIN else name)
-    assert check_launcher(World(0, 0, processes, processes)) == []
+    assert check_launcher(World(0, 0, processes, processes), launched) == []
 
 
 def test_flags_launch_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_flags_launch_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             variables, processes = exported(patch, arguments)
             export(patch, variables, processes)
-            assert launched_strategy() == wanted, name
+            assert launched_strategy(processes) == wanted, name
 
 
 @pytest.mark.launch

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
-    {"config", "shards", "order"},
-    {"loader", "optim", "launch", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
+    {"config", "shards", "order", "launched"},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
     {"resume", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},

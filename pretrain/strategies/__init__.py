@@ -5,7 +5,7 @@ from dataclasses import replace
 from accelerate.state import AcceleratorState, GradientState
 
 from pretrain.config import Config, ConfigError, Layout, build_options
-from pretrain.launch import Launched
+from pretrain.launched import Launched
 from pretrain.strategies.base import StepResult, Strategy
 from pretrain.strategies.compressed import DDPBf16, DDPFp16, DDPPowerSGD
 from pretrain.strategies.dataparallel import DataParallel
