@@ -1,6 +1,7 @@
 """A GPT-2 that fails on order, for `model.build=faulty:model`. The orders are in the environment:
 
 FAULT=KIND:RANK:STEP   on that rank, at that step: raise | oom | nan | hang | kill; or build: raises when made; init: begins with another weight
+     …:COLLECTIVE      raise | hang | kill not in the forward but as that rank issues the next such collective of floats: all_reduce, broadcast …
 PACE=SECONDS           each training forward takes so much longer, so that a signal finds it under way
 GATE_EVALUATION=FILE   each evaluation on rank 0 makes FILE.here, waits for FILE, and removes both
 GATE_SAVE=FILE         so does each checkpoint, before its manifest is written
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from pretrain import checkpoint
+from pretrain.collectives import CollectiveCounter
 from pretrain.model import PretrainGPT2
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -29,13 +31,34 @@ def wait_at(gate: str) -> None:
     Path(gate).unlink()
 
 
+def fail(kind: str) -> None:
+    if kind == "raise":
+        raise RuntimeError("a fault made to order")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while kind == "hang":
+        time.sleep(1)
+
+
+class Trap(CollectiveCounter):
+    """Fails as this process issues a collective, whichever thread does it; the others wait in theirs."""
+
+    def __init__(self, kind: str, collective: str) -> None:
+        super().__init__()
+        self.kind, self.collective = kind, collective
+
+    def _record(self, kind: str, tensors: list[torch.Tensor], group: Any) -> None:
+        if kind == self.collective and tensors[0].is_floating_point():
+            fail(self.kind)
+
+
 class Faulty(PretrainGPT2):
-    """One training forward per step, that of the warm-up first."""
+    """A step is a training forward, as where nothing is accumulated; that of the warm-up comes first."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.step, self.evaluated = -1, -2
-        kind, rank, at = (os.environ.get("FAULT") or "none:0:1").split(":")
+        kind, rank, at, *self.collective = (os.environ.get("FAULT") or "none:0:1").split(":")
         self.kind, self.at = kind if int(rank) == RANK else "none", int(at)
         if self.kind == "build":
             raise RuntimeError("a fault made to order")
@@ -57,15 +80,12 @@ class Faulty(PretrainGPT2):
         self.step += 1
         time.sleep(float(os.environ.get("PACE", "0")))
         now = self.step == self.at
-        if now and self.kind == "raise":
-            raise RuntimeError("a fault made to order")
+        if now and self.collective:
+            Trap(self.kind, *self.collective).__enter__()
+        elif now:
+            fail(self.kind)
         if now and self.kind == "oom":
             torch.empty(1 << 50)
-        if now and self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if now and self.kind == "hang":
-            while True:
-                time.sleep(1)
         loss_sum, tokens = super().forward(inputs_BT, targets_BT)
         return (loss_sum * float("nan") if now and self.kind == "nan" else loss_sum), tokens
 

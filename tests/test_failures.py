@@ -1,14 +1,35 @@
 """A failure on any rank ends all of them, says why once, and never looks like success (promises 4, 5 and 6)."""
 
+import importlib.util
+import json
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 import torch
-from launching import START, TRAINER, checkpoints, launch, make_set, pretrain_train, python, run, torchrun, write_config
+from forked import Forks
+from launching import (
+    SEQUENCE,
+    START,
+    TRAINER,
+    Launch,
+    checkpoints,
+    launch,
+    make_set,
+    pretrain_train,
+    python,
+    read_lines,
+    run,
+    run_all,
+    torchrun,
+    write_config,
+)
 
 from pretrain import checkpoint
 from pretrain.train import explain
@@ -33,23 +54,141 @@ def config(tmp_path: Path, data: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    started = Forks()
+    yield started
+    started.close()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "bad"
 
 
-@pytest.mark.parametrize(("fault", "rank", "step", "reason", "log"), [
-    ("raise:1:4", 1, 4, "RuntimeError: a fault made to order", "faulty.py"),
-    ("kill:1:4", 0, 4, "lost contact with another rank", "Traceback"),
-    ("hang:1:4", None, 3, "no step was finished in 3 seconds", "pretrain/train.py"),
-])  # fmt: skip
-def test_one_bad_rank_ends_all(config: Callable[..., Path], tmp_path: Path, folder: Path, fault: str, rank: int | None, step: int,
-                               reason: str, log: str) -> None:  # fmt: skip
-    path = config(train={"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 3})
-    with launch(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, FAULT=fault) as started:
-        started.wait_for_step(3)
-        assert started.wait(TOGETHER) == 1
-    status = started.status()
+# Of each family: its options, on how many ranks, and a collective of its own.
+FAMILIES: dict[str, tuple[dict[str, object], int, str]] = {
+    "ddp": ({}, 2, "all_reduce"),
+    "ddp_powersgd": ({"start_step": 0}, 2, "all_reduce"),
+    "zero1": ({}, 2, "broadcast"),
+    "fsdp1": ({}, 2, "reduce_scatter"),
+    "fsdp2": ({}, 2, "all_gather"),
+    "hsdp": ({}, 4, "all_reduce"),
+    "deepspeed3": ({"stage3_param_persistence_threshold": 0}, 2, "reduce_scatter"),
+    "diloco": ({"sync_every": 2}, 2, "all_reduce"),
+}
+if not importlib.util.find_spec("deepspeed"):
+    del FAMILIES["deepspeed3"]
+# Of each fault: whether it comes in that collective or between two micro-batches, the step, and what is said of it.
+FAULTS = {
+    "hang": (True, 3, "no step was finished in 4 seconds"),
+    "raise": (True, 4, "RuntimeError: a fault made to order"),
+    "kill": (False, 4, "lost contact with another rank"),
+}
+AT_ONCE = 4
+
+
+class Case:
+    """The ranks of one run, one of which fails in its fourth update."""
+
+    def __init__(self, forks: Forks, place: Path, data: Path, family: str, fault: str) -> None:
+        options, size, collective = FAMILIES[family]
+        self.folder = place / "runs" / f"{family}-{fault}"
+        path = write_config(
+            place / f"{family}-{fault}.yaml", data, run={"device": "cpu"}, model={"build": "faulty:model"},
+            batch={"tokens": 4 * SEQUENCE * size}, strategy={"name": family, "options": options},
+            train={"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 4 if fault == "hang" else 0},
+        )  # fmt: skip
+        order = f"{fault}:1:8" + (f":{collective}" if FAULTS[fault][0] else "")  # the second micro-batch of two
+        self.run = forks.start(path, size=size, out=path.with_suffix(".out"), FAULT=order)
+        self.failed, self.deadline = False, time.monotonic() + START
+
+    def awaited(self) -> list[int]:
+        """Those that are left; none once their time is up, which is TOGETHER seconds after the first of them has ended."""
+        left = self.run.left
+        if not self.failed and len(left) < len(self.run.ranks):
+            self.failed, self.deadline = True, time.monotonic() + TOGETHER
+        if left and time.monotonic() > self.deadline:
+            self.run.kill()
+            return []
+        return left
+
+
+@pytest.fixture(scope="module")
+def matrix(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Case]:
+    """The chosen cases after their end; some at a time."""
+    items = [item.callspec.params for item in request.session.items if "matrix" in getattr(item, "fixturenames", ())]
+    waiting = sorted(((params["family"], params["fault"]) for params in items), key=lambda case: list(FAULTS).index(case[1]))
+    place = tmp_path_factory.mktemp("matrix")
+    data = make_set(place / "set")
+    started: dict[tuple[str, str], Case] = {}
+    while waiting or any(case.awaited() for case in started.values()):
+        if waiting and sum(bool(case.awaited()) for case in started.values()) < AT_ONCE:
+            chosen = waiting.pop(0)
+            started[chosen] = Case(forks, place, data, *chosen)
+        else:
+            connection.wait([left for case in started.values() for left in case.awaited()], 1.0)
+    return started
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_bad_rank_ends_all_of_every_family(matrix: dict[tuple[str, str], Case], family: str, fault: str) -> None:
+    """While the others wait for it in a collective, and with no launcher to end them."""
+    case = matrix[family, fault]
+    story = case.run.story(case.folder)
+    assert case.run.statuses == [-signal.SIGKILL if (rank, fault) == (1, "kill") else 1 for rank in range(FAMILIES[family][1])], story
+    _, step, reason = FAULTS[fault]
+    status = json.loads((case.folder / "status.json").read_text())
+    assert (status["state"], status["exit_status"], status["step"]) == ("failed", 1, step), story
+    assert fault == "hang" or (status["rank"] == 1) == (fault == "raise")
+    assert reason in status["reason"], story
+    assert case.run.said.count("failed at step") == 1, story
+    assert "Traceback" not in case.run.said
+    assert checkpoints(case.folder) == [2]
+    assert checkpoint.verify(checkpoint.path_of(case.folder / "checkpoints", 2)) is None
+
+
+LAUNCHED = {
+    "raise:1:4": (1, 4, "RuntimeError: a fault made to order", "faulty.py"),
+    "kill:1:4": (0, 4, "lost contact with another rank", "Traceback"),
+    "hang:1:4": (None, 3, "no step was finished in 3 seconds", "pretrain/train.py"),
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Launch]]:
+    """`pretrain train` with each of these faults on rank 1, and what a rank alone finds wrong before step 1: (status, the launch)."""
+    place = tmp_path_factory.mktemp("launched")
+    train = {"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 3}
+    keys = {"model": {"build": "faulty:model"}, "batch": {"tokens": 64}, "train": train}
+    path = write_config(place / "bad.yaml", make_set(place / "sets" / "set0"), **keys)
+    by_rank = write_config(place / "by_rank.yaml", place / "sets" / "set${oc.env:RANK,0}", **keys)
+    late = place / "late"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '0' and 'LOCAL_WORLD_SIZE' in os.environ: time.sleep(5)\n"
+    )
+    cases = {
+        "no data on rank 1": ([], by_rank, []),
+        "no data, late": ([f"PYTHONPATH={late}:{Path(__file__).parent}:{TRAINER.parents[1]}"], path, ["data.train=no/such/set"]),
+        **{fault: ([f"FAULT={fault}"], path, []) for fault in LAUNCHED},
+    }
+    commands = {
+        name: (["env", *env, *pretrain_train(config, f"run.name={number}", *overrides, flags=TWO)], place / "runs" / str(number))
+        for number, (name, (env, config, overrides)) in enumerate(cases.items())
+    }
+    return run_all(commands, cwd=place, at_once=3)
+
+
+@pytest.mark.parametrize("fault", LAUNCHED)
+def test_one_bad_rank_ends_all(launched: dict[str, tuple[int, Launch]], fault: str) -> None:
+    """And the launcher, which says nothing of its own."""
+    code, started = launched[fault]
+    rank, step, reason, log = LAUNCHED[fault]
+    assert code == 1, started.story()
+    folder, status = started.folder, started.status()
+    assert folder is not None
     assert (status["state"], status["exit_status"], status["step"]) == ("failed", 1, step)
     assert reason in status["reason"]
     assert rank is None or status["rank"] == rank
@@ -61,24 +200,6 @@ def test_one_bad_rank_ends_all(config: Callable[..., Path], tmp_path: Path, fold
     assert log in where.read_text()
     assert "Traceback" not in started.out + started.err
     assert checkpoints(folder) == [2]  # the last one stands
-
-
-@pytest.mark.parametrize(("strategy", "fault", "reason"), [
-    ("fsdp2", "kill:1:4", "lost contact with another rank"),
-    ("deepspeed3", "raise:1:4", "RuntimeError: a fault made to order"),
-    ("diloco", "hang:1:4", "no step was finished in 3 seconds"),
-])  # fmt: skip
-def test_one_bad_rank_ends_all_of_every_family(config: Callable[..., Path], tmp_path: Path, folder: Path, strategy: str, fault: str,
-                                               reason: str) -> None:  # fmt: skip
-    options = {"options": {"sync_every": 2}} if strategy == "diloco" else {}
-    path = config(train={"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 3}, strategy={"name": strategy, **options})
-    with launch(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, FAULT=fault) as started:
-        started.wait_for_step(3)
-        assert started.wait(TOGETHER) == 1
-    assert started.status()["state"] == "failed"
-    assert reason in started.status()["reason"]
-    assert len([line for line in started.out.splitlines() if "failed at step" in line]) == 1, started.story()
-    assert checkpoints(folder) == [2]
 
 
 def test_a_failure_is_told_although_the_last_start_failed_too(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
@@ -94,25 +215,26 @@ def test_a_failure_is_told_although_the_last_start_failed_too(config: Callable[.
     assert "faulty.py" in (folder / "logs" / "rank_0.txt").read_text()
 
 
-def test_nan_ends_the_run(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
+def test_nan_ends_the_run(forks: Forks, config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
     """Found at the next save, although the next log line is far: nothing is saved, and the right step and rank are named."""
     path = config(train={"max_steps": 20, "log_every": 10, "checkpoint_every": 3})
-    status, started = run(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, FAULT="nan:1:5")
-    assert status == 1
-    said = [line for line in started.out.splitlines() if "failed at step" in line]
-    assert len(said) == 1, started.story()
+    run = forks.start(path, size=2, out=tmp_path / "out", FAULT="nan:1:5")
+    assert run.wait() == [1, 1]
+    said = [line for line in run.said.splitlines() if "failed at step" in line]
+    assert len(said) == 1, run.story(folder)
     assert said[0].startswith("rank 1 failed at step 5: the gradient of step 5 was not finite (rank 1 had a loss that is not finite)")
-    assert (started.status()["state"], started.status()["rank"], started.status()["step"]) == ("failed", 1, 5)
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["rank"], status["step"]) == ("failed", 1, 5)
     assert checkpoints(folder) == [3]
 
 
-def test_nan_is_skipped(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
-    path = config(train={"max_steps": 8, "nonfinite": "skip"})
-    status, started = run(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, FAULT="nan:1:5")
-    assert status == 0, started.story()
-    assert [m["skipped"] for m in started.metrics()] == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert [m["step"] for m in started.metrics() if m["loss"] is None] == [5]
-    assert "1 skipped" in started.out
+def test_nan_is_skipped(forks: Forks, config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
+    run = forks.start(config(train={"max_steps": 8, "nonfinite": "skip"}), size=2, out=tmp_path / "out", FAULT="nan:1:5")
+    assert run.wait() == [0, 0], run.story(folder)
+    metrics = read_lines(folder / "metrics.jsonl")
+    assert [m["skipped"] for m in metrics] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert [m["step"] for m in metrics if m["loss"] is None] == [5]
+    assert "1 skipped" in run.said
 
 
 @pytest.fixture
@@ -176,10 +298,10 @@ def test_read_only_run_folder(config: Callable[..., Path], tmp_path: Path, read_
         assert started.err.count("\n") == 1
 
 
-def refusal(path: Path, folder: Path, cwd: Path, **env: str) -> str:
-    """What two ranks under `pretrain train` say when they refuse: one line, before step 1, and the status says so too."""
-    status, started = run(pretrain_train(path, flags=TWO), folder, cwd=cwd, seconds=START + 20, **env)
-    assert status == 2, started.story()
+def refused(launched: tuple[int, Launch]) -> str:
+    """What two ranks under `pretrain train` said when they refused: one line, before step 1, and the status says so too."""
+    code, started = launched
+    assert code == 2, started.story()
     assert (started.status()["state"], started.status()["exit_status"]) == ("refused", 2)
     assert started.metrics() == []
     assert "Traceback" not in started.out + started.err
@@ -188,35 +310,36 @@ def refusal(path: Path, folder: Path, cwd: Path, **env: str) -> str:
     return started.out
 
 
-def test_a_rank_that_disagrees(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
-    """Another initial weight, other data, or no data, on rank 1 alone."""
-    said = refusal(config(), folder, tmp_path, FAULT="init:1:0")
-    assert said.startswith("rank 1 has another initial weights than rank 0")
-
-    path = config(data={"train": f"{tmp_path}/sets/set${{oc.env:RANK,0}}"})
-    said = refusal(path, folder, tmp_path)
+def test_what_one_rank_alone_finds_wrong_is_said(launched: dict[str, tuple[int, Launch]]) -> None:
+    said = refused(launched["no data on rank 1"])
     assert said.startswith("rank 1: ")
     assert "set1" in said
     assert "pretrain prepare" in said
-    launcher = (folder / "logs" / "launcher.log").read_text()
+    _, started = launched["no data on rank 1"]
+    assert started.folder is not None
+    launcher = (started.folder / "logs" / "launcher.log").read_text()
     assert "forcefully exiting" not in launcher  # rank 0, waiting for rank 1 to join, let itself be ended
 
-    make_set(tmp_path / "sets" / "set1", seed=1)
-    assert refusal(path, folder, tmp_path).startswith("rank 1 has another data than rank 0")
 
-
-def test_the_main_process_has_time_to_say_why(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
+def test_the_main_process_has_time_to_say_why(launched: dict[str, tuple[int, Launch]]) -> None:
     """Rank 1 finds the mistake seconds earlier; had it left at once, the launcher would have ended rank 0 unheard."""
-    late = tmp_path / "late"
-    late.mkdir()
-    (late / "sitecustomize.py").write_text(
-        "import os, time\nif os.environ.get('RANK') == '0' and 'LOCAL_WORLD_SIZE' in os.environ: time.sleep(5)\n"
-    )
-    said = refusal(
-        config(data={"train": "no/such/set"}), folder, tmp_path, PYTHONPATH=f"{late}:{Path(__file__).parent}:{TRAINER.parents[1]}"
-    )
+    said = refused(launched["no data, late"])
     assert said.startswith("no/such/set")
     assert "pretrain prepare" in said
+
+
+def test_a_rank_that_disagrees(forks: Forks, config: Callable[..., Path], tmp_path: Path) -> None:
+    """Another initial weight, or other data, on rank 1 alone: all refuse, and one says why."""
+    make_set(tmp_path / "sets" / "set1", seed=1)
+    by_rank = write_config(tmp_path / "by_rank.yaml", tmp_path / "sets" / "set${oc.env:RANK,0}", batch={"tokens": 64})
+    for what, path, fault in (("initial weights", config(), "init:1:0"), ("data", by_rank, "")):
+        folder = tmp_path / "runs" / path.stem
+        run = forks.start(path, size=2, out=tmp_path / what, FAULT=fault)
+        assert run.wait() == [2, 2], run.story(folder)
+        assert run.said.startswith(f"rank 1 has another {what} than rank 0")
+        assert run.said.count("\n") == 1
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["state"], status["exit_status"], status["reason"]) == ("refused", 2, run.said.strip())
 
 
 def test_out_of_memory_says_what_to_try() -> None:

@@ -1,0 +1,108 @@
+"""The ranks of a run as forks of one process that has imported everything: most of what a launch costs are imports.
+
+There is no launcher: what its presence decides needs a real launch. Here nobody ends the other ranks when one fails.
+"""
+
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import connection, forkserver
+from pathlib import Path
+
+import pytest
+from launching import START
+
+from pretrain import train
+
+PRELOAD = ["pytest", "pretrain.train", "deepspeed.runtime.zero.muon.muon_optimizer"]  # the last is most of what DeepSpeed imports
+
+
+class Forks:
+    """The process that is forked."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("DS_ACCELERATOR", "cpu")
+            forkserver.ensure_running()
+        self._started: list[ForkedRun] = []
+
+    def start(self, config: Path, *overrides: str, size: int, out: Path, **env: str) -> "ForkedRun":
+        """What its ranks say goes to `out`."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        run = ForkedRun(out)
+        for rank in range(size):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            variables = {**env, **{name: str(value) for name, value in place.items()}}
+            run.ranks.append(self._context.Process(target=_train, args=([str(config), *overrides], variables, out)))
+            run.ranks[-1].start()
+        self._started.append(run)
+        return run
+
+    def close(self) -> None:
+        for run in self._started:
+            run.kill()
+        forkserver._forkserver._stop()
+
+
+class ForkedRun:
+    def __init__(self, out: Path) -> None:
+        self.ranks: list[multiprocessing.process.BaseProcess] = []
+        self.out = out
+
+    @property
+    def said(self) -> str:
+        return self.out.read_text() if self.out.exists() else ""
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """By rank; None where it still runs, negative where a signal ended it."""
+        return [rank.exitcode for rank in self.ranks]
+
+    @property
+    def left(self) -> list[int]:
+        """Something to wait for, per rank that still runs."""
+        return [rank.sentinel for rank in self.ranks if rank.exitcode is None]
+
+    def wait(self, seconds: float = START) -> list[int | None]:
+        """Every rank's exit status; of one that does not end in time, that of SIGKILL."""
+        end = time.monotonic() + seconds
+        while self.left and time.monotonic() < end:
+            connection.wait(self.left, end - time.monotonic())
+        self.kill()
+        return self.statuses
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+
+    def story(self, folder: Path) -> str:
+        """Everything that it said, for a failing test's message."""
+        logs = (f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("logs/rank_*.txt")))
+        return "\n".join([f"exit statuses {self.statuses}", self.said, *logs])
+
+
+def _train(arguments: Sequence[str], variables: dict[str, str], out: Path) -> None:
+    gc.freeze()  # the modules: a collection would make copies of their pages
+    os.environ |= variables
+    with open(out, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(train.main(list(arguments)))
