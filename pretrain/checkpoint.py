@@ -1,8 +1,11 @@
 """Checkpoints: complete or not there at all. Plain dicts of tensors in and out; no strategy is known here.
 
-A checkpoint is a folder `step_00001000/` with `model/`, `optimizer/` and `extras/` (safetensors, each rank its share, through
-torch.distributed.checkpoint: no pickle), `state.json` (numbers), `model.json` (how to build the model) and, written last,
-`manifest.json` (size and xxh3 of every file). It is written as `step_00001000.tmp` and renamed.
+A checkpoint is a folder `step_00001000/` with `model/`, `optimizer/` and `extras/` (safetensors, a file per rank, as
+torch.distributed.checkpoint's HuggingFaceStorageReader reads them: no pickle), `state.json` (numbers), `model.json` (how to build the
+model) and, written last, `manifest.json` (size and xxh3 of every file). It is written as `step_00001000.tmp` and renamed.
+
+The files are not written by HuggingFaceStorageWriter, since that copies all of a rank's share before it writes, takes no checksum, and
+plans each save anew with collectives.
 """
 
 import json
@@ -10,29 +13,53 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from pretrain.ranks import gather, rank_in
 
 GROUPS = ("model", "optimizer", "extras")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
+_BLOCK = 1 << 22  # bytes written and hashed at a time
+_DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or could not be written: which, and why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a named tensor, as this process holds it: all of it, or a shard."""
+
+    group: str  # of GROUPS
+    name: str
+    offsets: tuple[int, ...]  # of its first element in the whole tensor
+    tensor: Tensor
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        return self.group, self.name, self.offsets
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -41,31 +68,69 @@ def path_of(folder: Path, step: int) -> Path:
 
 def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any],
          group: dist.ProcessGroup | None) -> Path:  # fmt: skip
-    """Every rank calls it. `group` is a CPU group of all ranks, None for one process. Raises CheckpointError on every rank if any failed."""
+    """Every rank calls it with its tensors, sharded, its own, or those that others have too. Raises CheckpointError on every rank if any
+    failed."""
+    return write(folder, step, share(pieces(tensors), group), numbers, model, group)
+
+
+def pieces(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
+    """What this process holds of them."""
+    found = []
+    for group in GROUPS:
+        for name, tensor in sorted(tensors.get(group, {}).items()):
+            if isinstance(tensor, ShardedTensor):
+                local = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+            elif isinstance(tensor, DTensor):
+                _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+                local = [(tuple(offsets), tensor.to_local())]
+            else:
+                local = [((0,) * tensor.ndim, tensor)]
+            found += [Piece(group, name, offsets, part.detach()) for offsets, part in local if part.numel()]
+    return found
+
+
+def share(mine: Sequence[Piece], group: dist.ProcessGroup | None) -> list[Piece]:
+    """Those of its pieces that this rank writes: what several ranks hold is written by the one that has least to write so far."""
+    if group is None:
+        return list(mine)
+    holders: dict[tuple[int, Any], list[int]] = defaultdict(list)
+    everyone = gather(group, [(piece.tensor.nbytes, piece.key) for piece in mine])
+    for rank, theirs in enumerate(everyone):
+        for sized in theirs:
+            holders[sized].append(rank)
+    load, writer = [0] * len(everyone), {}
+    for (size, key), ranks in sorted(holders.items(), key=lambda item: (-item[0][0], item[0][1])):
+        writer[key] = min(ranks, key=lambda rank: load[rank])
+        load[writer[key]] += size
+    return [piece for piece in mine if writer[piece.key] == rank_in(group)]
+
+
+def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, Any], model: Mapping[str, Any],
+          group: dist.ProcessGroup | None) -> Path:  # fmt: skip
+    """Every rank calls it with its share. Raises CheckpointError on every rank if any failed."""
     final, temporary = path_of(folder, step), path_of(folder, step).with_suffix(".tmp")
-    rank = dist.get_rank(group) if group else 0
+    rank = rank_in(group)
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        for name in GROUPS:
-            if tensors.get(name):
-                (temporary / name).mkdir(parents=True)
+        temporary.mkdir(parents=True)
 
-    def write() -> dict[str, Any]:
+    def write_share() -> dict[str, Any]:
+        written = {}
         for name in GROUPS:
-            if tensors.get(name):
-                with _no_group_is_meant():
-                    writer = HuggingFaceStorageWriter(str(temporary / name), save_distributed=True)
-                    dcp_save(dict(tensors[name]), storage_writer=writer, process_group=group, no_dist=group is None)
-        mine = [p for p in sorted(temporary.glob("*/*.safetensors")) if p.name.startswith(f"shard-{rank + 1:05d}-")]
-        return {str(p.relative_to(temporary)): _describe(p) for p in mine}
+            if part := [piece for piece in mine if piece.group == name]:
+                (temporary / name).mkdir(exist_ok=True)
+                file = f"{name}/shard_{rank + 1:05d}.safetensors"
+                written[file] = write_safetensors(temporary / file, part)
+                _sync_folder(temporary / name)
+        return written
 
     def publish() -> None:
         files = {name: entry for part in written if part for name, entry in part.items()}
         for name, content in (("state.json", numbers), ("model.json", model)):
-            _write_json(temporary / name, content)
-            files[name] = _describe(temporary / name)
+            files[name] = _write_json(temporary / name, content)
         _write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+        _sync_folder(temporary)
         if final.exists():  # damaged, or of a future that was given up: a valid one is never written twice
             shutil.rmtree(final)
         temporary.rename(final)
@@ -73,7 +138,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], n
 
     try:
         _together(begin if rank == 0 else None, group, f"cannot write {temporary}")
-        written = _together(write, group, f"cannot write {temporary}")
+        written = _together(write_share, group, f"cannot write {temporary}")
         _together(publish if rank == 0 else None, group, f"cannot publish {final}")
     except CheckpointError:
         if rank == 0:
@@ -82,31 +147,77 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], n
     return final
 
 
-def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]], group: dist.ProcessGroup | None) -> None:
-    """Every rank calls it. Reads into the given tensors; each must be there with its shape."""
-    for name in GROUPS:
-        if tensors.get(name):
-            reader = HuggingFaceStorageReader(str(path / name))
-            stored = {
-                key: tuple(entry.size)
-                for key, entry in reader.read_metadata().state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            wanted = {key: tuple(tensor.shape) for key, tensor in tensors[name].items()}
-            differ = sorted(key for key in wanted if stored.get(key) != wanted[key])
-            if name == "model":  # of the others a rank may want its share alone
-                differ += sorted(stored.keys() - wanted.keys())
-            if differ:
-                raise CheckpointError(
-                    f"{path / name} does not fit this run: {differ[0]} is {stored.get(differ[0])} there and {wanted.get(differ[0])} here"
-                )
-            with _no_group_is_meant():
-                dcp_load(
-                    dict(tensors[name]),
-                    storage_reader=HuggingFaceStorageReader(str(path / name)),
-                    process_group=group,
-                    no_dist=group is None,
-                )
+def write_safetensors(path: Path, part: Sequence[Piece]) -> dict[str, Any]:
+    """One piece a name, straight from the tensors' memory. Returns the manifest's entry: the checksum is taken on the way."""
+    assert len({piece.name for piece in part}) == len(part), "a file has room for one rectangle of a tensor"
+    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in part}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}}
+    end = 0
+    for piece in part:
+        begin, end = end, end + piece.tensor.nbytes
+        header[piece.name] = {"dtype": _DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    digest = xxhash.xxh3_128()
+    with open(path, "wb") as file:
+        _write_blocks(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
+        for piece in part:
+            flat = piece.tensor.contiguous().reshape(-1).view(torch.uint8)
+            _write_blocks(file, digest, flat.numpy().data)
+        size = file.tell()
+        _sync(file)
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Reads into the given tensors, sharded or whole, each rank what it asks for; each must be there with its shape."""
+    stored = Stored(path)
+    for group, named in tensors.items():
+        stored.fill(group, named, all_of_them=group == "model")  # of the others a rank may want its share alone
+
+
+class Stored:
+    """A checkpoint to read from, piece by piece where memory is short. Nothing here waits for other ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._readers: dict[str, _Reader] = {}
+
+    def fill(self, group: str, tensors: Mapping[str, Tensor], *, all_of_them: bool = False) -> None:
+        """Read into these. Raises CheckpointError as `check` does."""
+        if tensors:
+            self.check(group, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, all_of_them=all_of_them)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp_load(dict(tensors), storage_reader=self._reader(group), no_dist=True)
+
+    def check(self, group: str, shapes: Mapping[str, tuple[int, ...]], *, all_of_them: bool) -> None:
+        """Raises CheckpointError for a tensor that is not there, has another shape, or, if all were meant, is not asked for."""
+        entries = self._reader(group).read_metadata().state_dict_metadata.items()
+        stored = {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        differ = sorted(name for name in shapes if stored.get(name) != shapes[name])
+        if all_of_them:
+            differ += sorted(stored.keys() - shapes.keys())
+        if differ:
+            raise CheckpointError(
+                f"{self.path / group} does not fit this run: {differ[0]} is {stored.get(differ[0])} there and {shapes.get(differ[0])} here"
+            )
+
+    def _reader(self, group: str) -> "_Reader":
+        if group not in self._readers:
+            self._readers[group] = _Reader(str(self.path / group))
+        return self._readers[group]
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the headers of its files once."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self._headers = super().read_metadata()
+
+    def read_metadata(self) -> Metadata:
+        return self._headers
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -115,36 +226,67 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads every byte."""
+def verify(path: Path, group: dist.ProcessGroup | None = None) -> str | None:
+    """What is wrong with a checkpoint, or None. Reads every byte; with a group all ranks call it, and each reads a part."""
+    problem, files = _read_manifest(path)
+    if problem is None:
+        rank, size = rank_in(group), dist.get_world_size(group) if group else 1
+        mine = sorted(files, key=lambda name: files[name]["bytes"])[rank::size]
+        problem = next(filter(None, (_check(path, name, files[name]) for name in mine)), None)
+    return next(filter(None, gather(group, problem)), None)
+
+
+def _read_manifest(path: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
-        files, step = manifest["files"].items(), manifest["step"]
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, AttributeError):
-        return f"{MANIFEST} is damaged"
+        files, step = dict(manifest["files"]), manifest["step"]
+        assert all({"bytes", "xxh3_128"} <= entry.keys() for entry in files.values())
+    except OSError:
+        return f"{MANIFEST} is missing", {}
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        return f"{MANIFEST} is damaged", {}
     if (match := _NAME.fullmatch(path.name)) and int(match[1]) != step:
-        return f"by its {MANIFEST} it is of step {step:,}"
-    for name, entry in files:
-        file = path / name
-        if not file.exists():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {entry['bytes']:,}"
-        if _describe(file) != entry:
-            return f"{name} has changed since it was written"
-    return None
+        return f"by its {MANIFEST} it is of step {step:,}", {}
+    return None, files
 
 
-def newest_valid(folder: Path, say: Callable[[str], None]) -> Path | None:
+def _check(path: Path, name: str, entry: Mapping[str, Any]) -> str | None:
+    file = path / name
+    if not file.exists():
+        return f"{name} is missing"
+    if file.stat().st_size != entry["bytes"]:
+        return f"{name} has {file.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+    digest = xxhash.xxh3_128()
+    try:
+        with open(file, "rb") as f:
+            while block := f.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None if digest.hexdigest() == entry["xxh3_128"] else f"{name} has changed since it was written"
+
+
+def newest_valid(folder: Path, say: Callable[[str], object]) -> Path | None:
     """The valid checkpoint of the highest step; names each one that it passes over."""
-    for _, path in sorted(numbered(folder), reverse=True):
-        problem = verify(path)
+    found, problems = first_valid(newest_first(folder))
+    for problem in problems:
+        say(f"skipping checkpoint {problem}")
+    return found
+
+
+def newest_first(folder: Path) -> list[Path]:
+    return [path for _, path in sorted(numbered(folder), reverse=True)]
+
+
+def first_valid(paths: Sequence[Path], group: dist.ProcessGroup | None = None) -> tuple[Path | None, list[str]]:
+    """It, and what is wrong with those before it. With a group all ranks call it with the same paths, and get the same."""
+    problems: list[str] = []
+    for path in paths:
+        problem = verify(path, group)
         if problem is None:
-            return path
-        say(f"skipping checkpoint {path}: {problem}")
-    return None
+            return path, problems
+        problems.append(f"{path}: {problem}")
+    return None, problems
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -179,48 +321,34 @@ def _together(act: Callable[[], T] | None, group: dist.ProcessGroup | None, fail
     result, problem = None, None
     try:
         result = act() if act else None
-    except (OSError, CheckpointException) as error:
-        problem = _first_cause(error, dist.get_rank(group) if group else 0)
-    if group is None:
-        outcomes: list[Any] = [(result, problem)]
-    else:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (result, problem), group=group)
-    problems = [problem for _, problem in outcomes if problem]
-    if problems:
-        rank, cause = problems[0]
-        raise CheckpointError(f"{failing}: rank {rank}: {cause}")
+    except OSError as error:
+        problem = str(error)
+    outcomes = gather(group, (result, problem))
+    for rank, (_, cause) in enumerate(outcomes):
+        if cause:
+            raise CheckpointError(f"{failing}: rank {rank}: {cause}")
     return [outcome for outcome, _ in outcomes]
 
 
-@contextmanager
-def _no_group_is_meant() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _write_blocks(file: IO[bytes], digest: Any, data: memoryview) -> None:
+    for begin in range(0, len(data), _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        file.write(block)
+        digest.update(block)
 
 
-def _first_cause(error: OSError | CheckpointException, rank: int) -> tuple[int, str]:
-    """(the rank that failed, why): torch's exception tells every rank of every rank's failure."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, failure = min(error.failures.items())
-        return rank, str(failure[0] if isinstance(failure, tuple) else failure)
-    return rank, str(error)
+def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the manifest's entry."""
+    digest, text = xxhash.xxh3_128(), json.dumps(content, indent=1).encode()
+    with open(path, "wb") as file:
+        _write_blocks(file, digest, memoryview(text))
+        _sync(file)
+    return {"bytes": len(text), "xxh3_128": digest.hexdigest()}
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as f:
-        json.dump(content, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

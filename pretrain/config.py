@@ -111,6 +111,7 @@ class Train:
     eval_every: int = key(250, "updates between evaluations (and at 0 and the end); 0 never evaluates", free=True)
     eval_tokens: int | None = key(None, "tokens of the validation split to evaluate on (default: all)", free=True)
     checkpoint_every: int = key(1000, "updates between checkpoints (and at the end); 0 only at the end", free=True)
+    async_checkpoint: bool = key(True, "write checkpoints while training goes on, from a copy in host memory", free=True)
     keep_last: int = key(2, "newest checkpoints to keep", free=True)
     keep_every: int = key(0, "keep for ever each checkpoint whose step is a multiple of this", free=True)
     sample_every: int = key(0, "updates between printed samples; 0 prints none", free=True)

@@ -39,7 +39,7 @@ def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
         raise ConfigError(f"{path} is neither a run, nor a whole checkpoint, nor an exported folder: {problem}")
     described = checkpoint.read_json(path, "model.json")
     model = models.from_description(described)
-    checkpoint.load(path, {"model": models.named_tensors(model)}, None)
+    checkpoint.load(path, {"model": models.named_tensors(model)})
     return _trained(model, path.parent.parent / "tokenizer", path, custom=described["build"] is not None)
 
 

@@ -17,12 +17,14 @@ from torch import nn
 
 from pretrain import checkpoint, launch, machine, runfolder
 from pretrain import model as models
-from pretrain.config import Config, ConfigError, Layout, everything_hash, layout, to_dict
+from pretrain.config import Config, Layout, everything_hash, layout, to_dict
 from pretrain.launched import Launched, forget_plugins
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
+from pretrain.ranks import agree, together
 from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
+from pretrain.saver import Saver
 from pretrain.stopping import StopRequests
 from pretrain.strategies import Strategy, choose
 from pretrain.throughput import Clock, peak_flops
@@ -49,6 +51,7 @@ class Job:
     stops: StopRequests
     status: runfolder.Status
     control: dist.ProcessGroup | None  # CPU group of all ranks; None for one process
+    saver: Saver
     described: dict[str, Any]  # model.json
     tracker: Tracker | None  # main process only
     tokenizer: Any  # main process only, None where the set has none
@@ -62,7 +65,17 @@ class Job:
 
     def say(self, line: str) -> None:
         if self.is_main:
-            print(line, flush=True)
+            say(line)
+
+
+def say(line: str) -> None:
+    """A whole line at once: the checkpoint's thread has something to say, too."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def silent(line: str) -> None:
+    """What the other ranks say."""
 
 
 def start(
@@ -80,10 +93,11 @@ def start(
     forget_plugins()
     _set_kernels(cfg)
     device = strategy.make_accelerator(cfg).device
-    control = dist.new_group(backend="gloo") if world.size > 1 else None
+    control, for_saving = (dist.new_group(backend="gloo") if world.size > 1 else None for _ in range(2))
 
     _own_folder(cfg, world, control)
-    found = _find_start(cfg, numbers, world, control)
+    tell = say if world.rank == 0 else silent
+    found = _find_start(cfg, numbers, tell, control)
     progress, changed = found.progress, check_settings(cfg, found, strategy.identity())
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
@@ -97,12 +111,13 @@ def start(
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
-        notes = [*notes, *load(found.checkpoint, found.numbers, strategy, control)]
+        notes = [*notes, *load(found.checkpoint, found.numbers, strategy)]
 
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
+    saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, progress.step, numbers.steps, tell)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
-              control, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
+              control, saver, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     notes = [*notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
@@ -142,8 +157,8 @@ def _own_folder(cfg: Config, world: launch.World, control: dist.ProcessGroup | N
         _send_errors_to(cfg.folder / "logs" / f"rank_{world.rank}.txt")
 
 
-def _find_start(cfg: Config, numbers: Layout, world: launch.World, control: dist.ProcessGroup | None) -> Start:
-    found: Start = broadcast(control, together(control, lambda: find_start(cfg, print) if world.rank == 0 else None))
+def _find_start(cfg: Config, numbers: Layout, tell: Callable[[str], None], control: dist.ProcessGroup | None) -> Start:
+    found = find_start(cfg, tell, control)
     if found.checkpoint is not None and numbers.finished(found.progress.step, found.progress.position):
         longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
         raise Finished(
@@ -152,17 +167,13 @@ def _find_start(cfg: Config, numbers: Layout, world: launch.World, control: dist
     return found
 
 
-def load(path: Path, numbers: Mapping[str, Any], strategy: Strategy, control: dist.ProcessGroup | None) -> list[str]:
+def load(path: Path, numbers: Mapping[str, Any], strategy: Strategy) -> list[str]:
     """Take over a checkpoint of whatever strategy. Returns notes on what of it could not be used."""
-    state, notes = strategy.state(), []
-    if numbers.get("extras") != strategy.extras_kind():
-        state["extras"] = {}
-        notes = [
-            f"extras of {numbers.get('extras') or 'nothing'} in the checkpoint, {strategy.extras_kind() or 'none'} here: going on from its canonical part"
-        ]
-    checkpoint.load(path, state, control)
-    strategy.load(state)
-    strategy.load_numbers(numbers)
+    theirs, ours = numbers.get("extras"), strategy.extras_kind()
+    strategy.restore(checkpoint.Stored(path), extras=theirs == ours)
+    notes = strategy.load_numbers(numbers)
+    if theirs != ours:
+        notes.append(f"extras of {theirs or 'nothing'} in the checkpoint, {ours or 'none'} here: going on from its canonical part")
     return notes
 
 
@@ -175,45 +186,6 @@ def warm_up(job: Job) -> dict[str, str]:
     targets_BT = tokens_BT.clone()  # not the same tensor twice: a compiler would make a rule of it
     job.strategy.warm_up(tokens_BT, targets_BT)
     return check_in_use(job.strategy, tokens_BT, targets_BT)
-
-
-def together(group: dist.ProcessGroup | None, act: Callable[[], Any]) -> Any:
-    """Run `act` on every rank; what one rank finds wrong, every rank raises."""
-    result, problem = None, None
-    try:
-        result = act()
-    except ValueError as error:
-        problem = str(error)
-    problems: list[Any] = [problem]
-    if group is not None:
-        problems = [None] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
-    for found in problems:
-        if found:
-            raise ConfigError(found)
-    return result
-
-
-def broadcast(group: dist.ProcessGroup | None, value: Any) -> Any:
-    if group is None:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
-
-
-def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Raises ConfigError, on every rank, when one rank's config, data, code or initial weights differ from rank 0's."""
-    if group is None:
-        return
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, facts, group=group)
-    for rank, theirs in enumerate(everyone):
-        for what, value in theirs.items():
-            if value != everyone[0][what]:
-                raise ConfigError(
-                    f"rank {rank} has another {what} than rank 0 ({value}, not {everyone[0][what]}); start every rank from the same files"
-                )
 
 
 def _claim(folder: Path) -> None:

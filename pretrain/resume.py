@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from pretrain import checkpoint
 from pretrain.config import Config, ConfigError, identity
+from pretrain.ranks import broadcast, rank_in, together
 from pretrain.runfolder import changed_keys
 
 
@@ -30,41 +33,59 @@ class Start:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_start(cfg: Config, say: Callable[[str], None]) -> Start:
-    """Raises ConfigError where `run.resume` forbids what is found, or where a checkpoint is asked for and none can be used."""
-    folder = cfg.folder / "checkpoints"
-    path = _path_to_start_from(cfg, folder, checkpoint.numbered(folder), say)
-    if path is None:
+def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGroup | None = None) -> Start:
+    """Every rank calls it. Raises ConfigError, on all, where `run.resume` forbids what is found, or where a checkpoint is asked for and
+    none can be used."""
+    main = rank_in(group) == 0
+    paths, otherwise = broadcast(group, together(group, lambda: _candidates(cfg) if main else ([], "")))
+    if not paths:
         return Start(Progress())
-    numbers = checkpoint.read_json(path, "state.json")
+    path, problems = checkpoint.first_valid(paths, group)
+    for problem in problems if otherwise else ():
+        say(f"skipping checkpoint {problem}")
+    if path is None:
+        raise ConfigError(otherwise or f"run.resume={problems[0]}")
+    numbers = broadcast(group, checkpoint.read_json(path, "state.json") if main else {})
     progress = Progress(**numbers["progress"])
     progress.restarts += 1
     return Start(progress, path, numbers)
 
 
-def _path_to_start_from(cfg: Config, folder: Path, existing: list[tuple[int, Path]], say: Callable[[str], None]) -> Path | None:
-    wanted = cfg.run.resume
-    given = None if wanted in ("auto", "never", "must") else _given(wanted, say)
-    if given is not None and given.parent.resolve() == folder.resolve():
-        later = [path for step, path in existing if step > checkpoint.step_of(given)]
-        if later:
-            raise ConfigError(
-                f"run.resume={wanted}: {later[-1].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
-            )
-    if wanted == "never" and existing:
+def _candidates(cfg: Config) -> tuple[list[Path], str]:
+    """(checkpoints to try one after the other, what to say where none of them is valid, or nothing where there is one to try)."""
+    wanted, folder = cfg.run.resume, cfg.folder / "checkpoints"
+    given, existing = Path(wanted), checkpoint.newest_first(folder)
+    a_path = wanted not in ("auto", "never", "must")
+    if a_path and not (wanted and given.is_dir()):
+        raise ConfigError(f"run.resume={wanted}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
+    if a_path and not (given / "checkpoints").is_dir() and not (given / checkpoint.MANIFEST).exists():
+        raise ConfigError(f"run.resume={wanted}: {checkpoint.MANIFEST} is missing: neither a run nor a whole checkpoint")
+    ours = given.resolve() in [path.resolve() for path in existing]
+    if a_path and ours and given.resolve() != existing[0].resolve():
         raise ConfigError(
-            f"run.resume=never, but {folder} holds step {max(existing)[0]:,}; choose another run.name, or delete {cfg.folder}"
+            f"run.resume={wanted}: {existing[0].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
         )
-    if existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
-        found = checkpoint.newest_valid(folder, say)
-        if found is None:
-            raise ConfigError(
-                f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
-            )
-        return found
-    if wanted == "must":
+    if a_path and ours:
+        return [given], ""
+    if wanted == "never" and existing:
+        step = checkpoint.step_of(existing[0])
+        raise ConfigError(f"run.resume=never, but {folder} holds step {step:,}; choose another run.name, or delete {cfg.folder}")
+    if wanted == "must" and not existing:
         raise ConfigError(f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0")
-    return given
+    if existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
+        nothing = (
+            f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
+        )
+        return existing, nothing
+    if not a_path:
+        return [], ""
+    if (given / "checkpoints").is_dir():
+        nothing = f"run.resume={given}: no valid checkpoint in {given / 'checkpoints'}"
+        found = checkpoint.newest_first(given / "checkpoints")
+        if not found:
+            raise ConfigError(nothing)
+        return found, nothing
+    return [given], ""
 
 
 def check_settings(cfg: Config, start: Start, strategy: Mapping[str, Any]) -> list[str]:
@@ -105,18 +126,3 @@ def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, An
     differ += [f"{key} {described[key]} -> {model[key]}" for key in ("vocab_size", "build") if described[key] != model[key]]
     if differ:
         raise ConfigError(f"the model is not the one in {start.checkpoint} ({', '.join(differ)}); train it in a new run: run.name=NEW")
-
-
-def _given(value: str, say: Callable[[str], None]) -> Path:
-    path = Path(value)
-    if value and (path / "checkpoints").is_dir():
-        found = checkpoint.newest_valid(path / "checkpoints", say)
-        if found is None:
-            raise ConfigError(f"run.resume={path}: no valid checkpoint in {path / 'checkpoints'}")
-        return found
-    if not value or not path.is_dir():
-        raise ConfigError(f"run.resume={value}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
-    problem = checkpoint.verify(path)
-    if problem:
-        raise ConfigError(f"run.resume={path}: {problem}")
-    return path

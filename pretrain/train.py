@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -18,12 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import checkpoint, config, evaluation, generation, launch, runfolder, tracking
+from pretrain import config, evaluation, generation, launch, runfolder, tracking
 from pretrain import model as models
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import ConfigError
@@ -35,7 +35,7 @@ from pretrain.resume import Progress
 from pretrain.shards import ShardError
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, StepResult
-from pretrain.watch import NonFinite, Watch, compare_replicas
+from pretrain.watch import NonFinite, ReplicasDiffer, Watch, compare_replicas
 
 STOPPED, REFUSED, FAILED = 75, 2, 1
 _MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before there was a process group
@@ -72,6 +72,8 @@ def main(arguments: list[str]) -> int:
         gc.disable()  # collected on schedule, by all ranks in the same step
         return finish(job, progress, train(job, progress))
     except Exception as error:
+        if isinstance(error, NonFinite | ReplicasDiffer):  # found by all ranks together: what they are writing stays worth having
+            job.saver.wait()
         return fail(folder, world, error, step=progress.step + 1, micro=micro)
 
 
@@ -193,13 +195,21 @@ def whole_model(job: Job) -> Iterator[torch.nn.Module | None]:
 
 
 def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
-    """A checkpoint of the step just finished, unless there is one. A save that fails is reported and tried again at the next interval;
-    where there is none (`must`) it ends the run as failed, since nothing would hold its last steps."""
-    if progress.step == watch.saved_step:
-        return
-    folder = job.cfg.folder / "checkpoints"
-    watch.gather()
-    numbers = {
+    """A checkpoint of the step just finished, unless there is one; it is written while training goes on. One that fails is reported and
+    tried again at the next interval; where there is none (`must`) it ends the run as failed, since nothing would hold its last steps."""
+    with job.clock.apart("checkpoint"):
+        job.saver.wait()
+        if progress.step != job.saver.step:
+            watch.gather()
+            numbers = checkpoint_numbers(job, progress)
+            job.saver.start(progress.step, job.strategy.state(), numbers, job.described, copied=job.strategy.copies_state)
+        if must and (error := job.saver.wait()):
+            raise error
+
+
+def checkpoint_numbers(job: Job, progress: Progress) -> dict[str, Any]:
+    """state.json."""
+    return {
         "progress": {**asdict(progress), "attempt": 0, "train_seconds": job.clock.train_seconds_now()},
         "identity": {
             "config": config.identity(job.cfg),
@@ -212,21 +222,6 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
         "extras": job.strategy.extras_kind(),
         **job.strategy.numbers(),
     }
-    with job.clock.apart("checkpoint"):
-        try:
-            done = checkpoint.save(folder, progress.step, job.strategy.state(), numbers, job.described, job.control)
-        except CheckpointError as error:
-            if must:
-                raise
-            free = shutil.disk_usage(job.cfg.folder).free
-            job.say(
-                f"step {progress.step:,}: no checkpoint was written: {error}; {free / 1e6:,.1f} MB are free; earlier checkpoints stand, the next interval tries again"
-            )
-            return
-        watch.saved_step = progress.step
-        if job.is_main:
-            checkpoint.rotate(folder, progress.step, job.cfg.train.keep_last, job.cfg.train.keep_every)
-    job.say(f"step {progress.step:,}/{job.layout.steps:,}  checkpoint {done}")
 
 
 def finish(job: Job, progress: Progress, reason: str | None) -> int:

@@ -35,7 +35,6 @@ class Watch:
 
     def __init__(self, job: Job, step: int) -> None:
         self.job, self.logged_step = job, step
-        self.saved_step = step  # of the newest checkpoint; a start at step 0 has nothing to save either
         device = job.clock.device
         self.refused = torch.zeros((), device=device)  # updates since the last log line
         self.first_refused = torch.zeros((), device=device)  # step, 0 for none

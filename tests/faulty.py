@@ -95,9 +95,9 @@ model = Faulty
 if gate := os.environ.get("GATE_SAVE"):
     write_json = checkpoint._write_json
 
-    def gated_write(path: Path, content: Any) -> None:
+    def gated_write(path: Path, content: Any) -> dict[str, Any]:
         if path.name == checkpoint.MANIFEST:
             wait_at(gate)
-        write_json(path, content)
+        return write_json(path, content)
 
     checkpoint._write_json = gated_write

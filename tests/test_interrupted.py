@@ -248,9 +248,8 @@ def test_resume_at_step_90000_reads_nothing_before_it(tmp_path: Path) -> None:
     far = checkpoint.path_of(folder / "checkpoints", step).rename(checkpoint.path_of(folder / "checkpoints", 90_000))
     state = json.loads((far / "state.json").read_text())
     state["progress"] |= {"step": 90_000, "position": 180_000}
-    (far / "state.json").write_text(json.dumps(state))
     record = json.loads((far / "manifest.json").read_text())
-    record["step"], record["files"]["state.json"] = 90_000, checkpoint._describe(far / "state.json")
+    record["step"], record["files"]["state.json"] = 90_000, checkpoint._write_json(far / "state.json", state)
     (far / "manifest.json").write_text(json.dumps(record))
 
     status, again = run(python(path), folder, cwd=tmp_path)

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
-    {"config", "shards", "order", "launched"},
+    {"config", "shards", "order", "launched", "ranks"},
     {"loader", "optim", "launch", "machine", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
-    {"resume", "precision", "export", "report", "inspection"},
+    {"resume", "saver", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},
     {"watch"},
     {"train"},

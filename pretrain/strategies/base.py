@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,13 @@ class StepResult:
     applied: Tensor  # 0-d bool: False where the gradient was not finite and the update was refused
 
 
+class Stored(Protocol):
+    """A checkpoint to read from (checkpoint.Stored)."""
+
+    def fill(self, group: str, tensors: Mapping[str, Tensor], *, all_of_them: bool = False) -> None: ...
+    def check(self, group: str, shapes: Mapping[str, tuple[int, ...]], *, all_of_them: bool) -> None: ...
+
+
 def on_cpu(cfg: Config) -> bool:
     return cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available())
 
@@ -46,6 +53,7 @@ class Strategy:
     keys: tuple[str, ...] = ()  # of the section `strategy`, those that only some families take
     exact = True  # whether it computes what one process does, to rounding
     sharded = False  # whether one process alone lacks some of the weights
+    copies_state = False  # whether `state` hands out copies, which training leaves alone
 
     def __init__(self, name: str, options: Any, precision: str) -> None:
         self.name, self.options, self.precision = name, options, precision
@@ -217,6 +225,15 @@ class Strategy:
         """What a checkpoint's extras must be of to be used here; None for families without extras."""
         return None
 
+    def restore(self, stored: Stored, *, extras: bool) -> None:
+        """Take over a checkpoint, of whatever strategy; its extras where they are of this one's kind."""
+        state = self.state()
+        if not extras:
+            state["extras"] = {}
+        for group, tensors in state.items():
+            stored.fill(group, tensors, all_of_them=group == "model")
+        self.load(state)
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over what was read into the tensors of `state()`: nothing to do where these are the ones that train."""
 
@@ -230,13 +247,13 @@ class Strategy:
         """What the checkpoint keeps beside tensors."""
         return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
 
-    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        if self.scaler is not None:
-            if "scaler" not in numbers:
-                raise ConfigError(
-                    "the checkpoint has no loss scale: it was not written in fp16; resume with the precision that it was written in"
-                )
+    def load_numbers(self, numbers: Mapping[str, Any]) -> list[str]:
+        """Returns notes on what was not there."""
+        if self.scaler is not None and "scaler" in numbers:
             self.scaler.load_state_dict(dict(numbers["scaler"]))
+        elif self.scaler is not None:
+            return ["the checkpoint has no loss scale, since it was not written in fp16: it is found anew, some updates may be retried"]
+        return []
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over processes."""

@@ -110,9 +110,10 @@ class DDPPowerSGD(DDP):
         return {"strategy": self.name, "processes": self.accelerator.num_processes, "rank": o.rank,
                 "error_feedback": o.use_error_feedback, "warm_start": o.warm_start}  # fmt: skip
 
-    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        super().load_numbers(numbers)
+    def load_numbers(self, numbers: Mapping[str, Any]) -> list[str]:
+        notes = super().load_numbers(numbers)
         self.powersgd.updates = numbers["progress"]["step"]
+        return notes
 
     def notes(self) -> list[str]:
         return [f"gradients in full until update {self.start:,}, then as products of rank {self.options.rank}"]

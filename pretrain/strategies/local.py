@@ -259,9 +259,10 @@ class LocalSGD(Strategy):
             for name, moment in self.optimizer_state(replica.optimizer).items() if not state["extras"] else ():
                 moment.copy_(state["optimizer"][name])
 
-    def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        super().load_numbers(numbers)
+    def load_numbers(self, numbers: Mapping[str, Any]) -> list[str]:
+        notes = super().load_numbers(numbers)
         self.steps = numbers["progress"]["step"]
+        return notes
 
     def wire(self, step: int) -> int:
         """A ring all-reduce of the weights among the replicas at each synchronisation, and of the gradients inside a replica at each step."""

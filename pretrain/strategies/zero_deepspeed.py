@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from pretrain.config import Config, ConfigError, Layout
 from pretrain.optim import MUON_STATE, Recipe, make_optimizer
-from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Strategy, on_cpu
+from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Stored, Strategy, on_cpu
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class EngineScale(torch.amp.GradScaler):
 class DeepSpeed(Strategy):
     processes = (2, math.inf)
     optimizers = ("adamw", "sgd")
+    copies_state = True
     stage: ClassVar[int]
     engine: Any  # DeepSpeed's, around the module
     zero: Any  # its optimiser, around torch's
@@ -126,7 +127,9 @@ class DeepSpeed(Strategy):
         self.optimizer = self.zero.optimizer  # torch's own, whose learning rate the loop sets
         self.allocate_state({"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (MUON_STATE,) if recipe.optim.momentum else ()}[recipe.optim.name])
         if exact:  # DeepSpeed took its fp32 weights from those that it had cast
-            self.load_weights(exact)
+            for name, p in module.named_parameters():
+                self.set_weight(p, exact[name])
+            self.use_weights()
         if self.precision == "fp16":
             self.scaler = EngineScale(self.zero.loss_scaler)
         return self.engine, self.optimizer
@@ -173,12 +176,28 @@ class DeepSpeed(Strategy):
         return StepResult(norm, torch.tensor(self.engine.was_step_applied(), device=device))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """In host memory, gathered tensor by tensor, since a device that holds a share may have no room for all."""
+        """Gathered tensor by tensor, of which each process keeps its share, in host memory: a device that holds a part may have no room for
+        all."""
+        mine = self.share()
         return {
-            "model": {name: tensor.cpu() for name, tensor in self.whole_weights()},
-            "optimizer": {f"{name}.{key}": value.cpu() for name, key, value in self.whole_states()},
+            "model": {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_weights() if name in mine},
+            "optimizer": {f"{name}.{key}": value.to("cpu", copy=True) for name, key, value in self.whole_states() if name in mine},
             "extras": {},
         }
+
+    def share(self) -> set[str]:
+        """The tensors that this process writes: the largest first, each to the process that has least."""
+        sizes = {name: math.prod(shape) for name, shape in self.shapes().items()}
+        loads, owners = [0] * self.accelerator.num_processes, {}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += sizes[name]
+        return {name for name, owner in owners.items() if owner == self.accelerator.process_index}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of whole weights and buffers."""
+        weights = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
+        return weights | {name: tuple(tensor.shape) for name, tensor in self.buffers().items()}
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -197,22 +216,34 @@ class DeepSpeed(Strategy):
             for key, value in state.items():
                 yield name, key, deepspeed().utils.safe_get_full_optimizer_state(p, key) if value.ndim else value.clone()
 
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self.load_weights(state["model"])
-        for name, tensor in self.buffers().items():
-            tensor.copy_(state["model"][name])
-        for name, p in self.module.named_parameters():
-            for key, piece_value in self.optimizer.state[self.pieces()[0]].items():
-                if piece_value.ndim:
-                    self.set_piece(p, state["optimizer"][f"{name}.{key}"], key)
-                else:  # one count for all: no parameter is ever left out of an update
-                    for piece in self.pieces():
-                        self.optimizer.state[piece][key].copy_(state["optimizer"][f"{name}.{key}"])
+    @torch.no_grad()
+    def restore(self, stored: Stored, *, extras: bool) -> None:
+        """Tensor by tensor: no process holds more than one whole."""
+        stored.check("model", self.shapes(), all_of_them=True)
+        stored.fill("model", self.buffers())
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        def read(group: str, name: str, like: Tensor) -> Tensor:
+            tensor = torch.empty(self.shapes()[name] if like.ndim else (), dtype=torch.float32)
+            stored.fill(group, {name if group == "model" else f"{name}.{key}": tensor})
+            return tensor
+
         for name, p in self.module.named_parameters():
-            self.set_piece(p, weights[name])
-        self.zero.update_lp_params()  # the weights that compute, which DeepSpeed's setters leave as they were
+            self.set_weight(p, read("model", name, p))
+            for key, value in self.optimizer.state[self.pieces()[0]].items():
+                moment = read("optimizer", name, value)
+                if moment.ndim:
+                    self.set_piece(p, moment, key)
+                    continue
+                for piece in self.pieces():  # one count for all: no parameter is ever left out of an update
+                    self.optimizer.state[piece][key].copy_(moment)
+        self.use_weights()
+
+    def set_weight(self, p: Tensor, whole: Tensor) -> None:
+        self.set_piece(p, whole)
+
+    def use_weights(self) -> None:
+        """Those that compute, which DeepSpeed's setters leave as they were."""
+        self.zero.update_lp_params()
 
     def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
         """This process's part of a weight, or of the state `key` of one."""
@@ -245,11 +276,13 @@ class DeepSpeed3(DeepSpeed):
     Options = Stage3Options
     sharded = True
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, p in self.module.named_parameters():
-            self.set_piece(p, weights[name])
-            with deepspeed().zero.GatheredParameters([p], modifier_rank=0):
-                p.data.copy_(weights[name])
+    def set_weight(self, p: Tensor, whole: Tensor) -> None:
+        self.set_piece(p, whole)
+        with deepspeed().zero.GatheredParameters([p], modifier_rank=0):
+            p.data.copy_(whole)
+
+    def use_weights(self) -> None:
+        """Set with the pieces."""
 
     def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
         """DeepSpeed's setter of whole tensors fails where they don't divide evenly."""

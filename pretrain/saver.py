@@ -1,0 +1,96 @@
+"""Checkpoints are written while training goes on: a step waits for its rank's share to be copied, and for the checkpoint before it."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain import checkpoint
+from pretrain.checkpoint import CheckpointError, Piece
+from pretrain.config import Train
+from pretrain.ranks import gather, rank_in
+
+
+class Saver:
+    """Every rank has one and calls it alike. `group` is its own: two threads that used one would meet each other's collectives."""
+
+    def __init__(
+        self, folder: Path, group: dist.ProcessGroup | None, train: Train, step: int, steps: int, say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.group, self.train, self.say = folder, group, train, say
+        self.steps = steps  # of the run
+        self.step = step  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
+        self.seconds = 0.0  # the longest that one took, copying included
+        self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
+        self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes
+        self._written: set[tuple[str, str, tuple[int, ...]]] = set()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[CheckpointError | None] | None = None
+
+    def start(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any], *,
+              copied: bool) -> None:  # fmt: skip
+        """Returns as soon as training may change the tensors; at once where they are `copied` already. Call `wait` before."""
+        assert self._pending is None
+        began = time.perf_counter()
+        mine = self._share(checkpoint.pieces(tensors))
+        staged = mine if copied else self._copy(mine)
+        waited = time.perf_counter() - began
+        self._pending = self._thread.submit(self._write, step, staged, numbers, model, began, waited)
+        if not self.train.async_checkpoint:
+            self.wait()
+
+    def wait(self) -> CheckpointError | None:
+        """Until nothing is being written; why the last checkpoint failed, if it did."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending else None
+
+    def _share(self, held: list[Piece]) -> list[Piece]:
+        if not self._held:
+            self._held = [piece.key for piece in held]
+            self._written = {piece.key for piece in checkpoint.share(held, self.group)}
+        assert [piece.key for piece in held] == self._held, "a strategy's state has other tensors than at the last checkpoint"
+        return [piece for piece in held if piece.key in self._written]
+
+    def _copy(self, mine: Sequence[Piece]) -> list[Piece]:
+        staged = []
+        for piece in mine:
+            tensor = piece.tensor
+            if piece.key not in self._buffers:
+                self._buffers[piece.key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            staged.append(Piece(piece.group, piece.name, piece.offsets, self._buffers[piece.key].copy_(tensor, non_blocking=True)))
+        if any(piece.tensor.is_cuda for piece in mine):
+            torch.cuda.synchronize()
+        return staged
+
+    def _write(self, step: int, mine: Sequence[Piece], numbers: Mapping[str, Any], model: Mapping[str, Any], began: float,
+               waited: float) -> CheckpointError | None:  # fmt: skip
+        """In the thread: says how it went, at once."""
+        needed = sum(gather(self.group, sum(piece.tensor.nbytes for piece in mine)))
+        try:
+            path = checkpoint.write(self.folder, step, mine, numbers, model, self.group)
+        except CheckpointError as error:
+            free = shutil.disk_usage(self.folder.parent).free if self.folder.parent.exists() else 0
+            self.say(f"step {step:,}: no checkpoint was written: {error}; it needs {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
+                     "earlier checkpoints stand, the next interval tries again")  # fmt: skip
+            return error
+        self.step = step
+        self.seconds = max(self.seconds, time.perf_counter() - began)
+        if rank_in(self.group) == 0:
+            self._rotate(step)
+        self.say(
+            f"step {step:,}/{self.steps:,}  checkpoint {path}  "
+            f"({needed / 1e6:,.1f} MB in {time.perf_counter() - began:.1f}s, training waited {waited:.1f}s)"
+        )
+        return None
+
+    def _rotate(self, step: int) -> None:
+        try:
+            checkpoint.rotate(self.folder, step, self.train.keep_last, self.train.keep_every)
+        except OSError as error:
+            self.say(f"step {step:,}: an old checkpoint could not be deleted: {error}; delete it by hand")
