@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from group import Ranks
+from torch.distributed.tensor import DTensor
 
 from pretrain import config as configs
 from pretrain import train
@@ -33,46 +34,68 @@ def key_rows(rows: drive.Rows) -> list[list[Any]]:
     return [[row.get(key) for key in KEYS] for row in rows]
 
 
-def whole_and_interrupted(path: Path, names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Per strategy: (rows and weights of a run, those of the same run stopped on request and started again)."""
+def whole_and_resumed(path: Path, names: Sequence[str]) -> dict[str, tuple[drive.Rows, drive.Rows, float, str | None]]:
+    """Per strategy: (rows of a run, of the same run in two parts, the largest difference of their weights, why the first part ended).
+
+    The second part goes on from the run's own checkpoint at step 4; with local methods from where a run of its own stopped on request."""
     found = {}
     for name in names:
-        rows, weights, _ = drive.whole(path, [*options(name), f"run.name={name}-whole"])
+        rows, weights, reason = drive.whole(path, [*options(name), f"run.name={name}"])
         drive.leave()
-        first, _, reason = drive.whole(path, [*options(name), f"run.name={name}-parts"], stop_after=3)
+        at = configs.load(path, [f"run.name={name}"], OPTIONS).folder / "checkpoints" / "step_00000004"
+        first, start = [row for row in rows if row["step"] <= 4], [f"run.resume={at}"]
+        if name in LOCAL:
+            first, _, reason = drive.whole(path, [*options(name), f"run.name={name}-parts"], stop_after=3)
+            start = []
+            drive.leave()
+        second, again, _ = drive.whole(path, [*options(name), f"run.name={name}-parts", *start])
         drive.leave()
-        second, again, _ = drive.whole(path, [*options(name), f"run.name={name}-parts"])
-        drive.leave()
-        found[name] = (key_rows(rows), key_rows([*first, *second]), drive.largest_difference(weights, again)[0], reason)
+        found[name] = (rows, [*first, *second], drive.largest_difference(weights, again)[0], reason)
     return found
 
 
 def test_interrupted_is_uninterrupted_bit_for_bit(ranks: Ranks, config: Config) -> None:
-    """On 4 ranks, with evaluations and checkpoints in between; the local methods stop where they next meet."""
-    path = config({"train.eval_every": 2, "train.checkpoint_every": 2, "batch.micro": 1})
-    for rank, found in enumerate(ranks.run(whole_and_interrupted, path, FAMILIES)):
+    """On 4 ranks, with an evaluation after each update and checkpoints after every other; local methods stop where they next meet.
+
+    Exact strategies evaluate like one process, on a split that does not divide; local ones their average, off schedule too."""
+    path = config({"train.eval_every": 1, "train.eval_tokens": 7 * 16, "train.checkpoint_every": 2, "batch.micro": 1, "optim.lr": 1e-3})
+    ((alone, _, _),) = ranks.run(drive.whole, path, ["run.name=alone"], size=1)
+    expected = val_losses(alone)[:2]
+    for rank, found in enumerate(ranks.run(whole_and_resumed, path, FAMILIES)):
         for name, (rows, parts, difference, reason) in found.items():
-            assert reason == "SIGTERM"
+            assert reason == ("SIGTERM" if name in LOCAL else None)
             assert difference == 0, name
             if rank == 0:
-                assert parts == rows, name
+                assert key_rows(parts) == key_rows(rows), name
+                rel = 1e-5 if STRATEGIES[name].exact else 0.02
+                assert val_losses(rows)[:2] == [(step, pytest.approx(loss, rel=rel)) for step, loss in expected], name
 
 
-def chain(path: Path, names: Sequence[str]) -> tuple[list[tuple[str, float]], list[tuple[str, drive.Weights]]]:
-    """One run that goes from strategy to strategy, two steps each: (validation losses, weights), as each of them begins and ends."""
+def val_losses(rows: drive.Rows) -> list[tuple[int, float]]:
+    return [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+
+
+def chain(path: Path, names: Sequence[str], moments: bool = False) -> tuple[list[tuple[str, float]], list[tuple[str, drive.Weights]]]:
+    """One run that goes from strategy to strategy, two steps each: (losses, weights and perhaps moments as each of them begins and ends)."""
     losses, weights = [], []
     for k, name in enumerate(names):
         overrides = [*options(name), "run.resume=must" if k else "run.resume=auto", f"train.max_steps={2 * k + 2}"]
         job, progress = drive.begin(path, overrides)
-        weights.append((f"{name} begins", drive.weights(job)))
+        weights.append((f"{name} begins", held(job, moments)))
         train.train(job, progress)
-        weights.append((f"{name} ends", drive.weights(job)))
+        weights.append((f"{name} ends", held(job, moments)))
         job.loader.close()
         if job.is_main:
             job.tracker.finish()
             losses = [(name, row["loss"]) for row in drive.lines(job.cfg.folder / "metrics.jsonl") if "loss" in row]
         drive.leave()
     return losses, weights
+
+
+def held(job: Job, moments: bool) -> drive.Weights:
+    states = job.strategy.state()["optimizer"] if moments else {}
+    whole = {name: state.full_tensor() if isinstance(state, DTensor) else state for name, state in states.items()}
+    return {**drive.weights(job), **{name: state.numpy().copy() for name, state in whole.items()}}
 
 
 EXACT = ["ddp", "fsdp2", "zero1", "fsdp1", "hsdp", "deepspeed2", "fsdp1_grad_op", "deepspeed3", "fsdp2_grad_op", "deepspeed1", "ddp"]
@@ -84,17 +107,31 @@ def test_a_run_moves_from_strategy_to_strategy(ranks: Ranks, config: Config) -> 
     losses, weights = ranks.run(chain, path, EXACT)[0]
     for (before, old), (after, new) in zip(weights[1::2], weights[2::2], strict=False):
         assert drive.largest_difference(old, new)[0] == 0, f"{before}, {after}"
-    alone, _ = ranks.run(
-        chain, config({"optim.schedule": "constant", "optim.lr": 1e-3, "run.name": "alone"}, name="alone"), ["ddp"] * len(EXACT)
-    )[0]
-    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in alone], rel=2e-5)
+    steps = [f"train.max_steps={2 * len(EXACT)}", "strategy.name=ddp", "run.name=alone"]
+    alone, _, _ = ranks.run(drive.whole, path, steps)[0]
+    assert [loss for _, loss in losses] == pytest.approx([row["loss"] for row in alone], rel=2e-5)
 
 
 def test_local_methods_take_over_and_hand_on(ranks: Ranks, config: Config) -> None:
+    """Weights and moments, bit for bit; what a local method hands on is the mean of its replicas, the same on every rank."""
     path = config({"optim.schedule": "constant", "optim.lr": 1e-3, "train.checkpoint_every": 2})
-    _, weights = ranks.run(chain, path, ["ddp", "diloco", "fsdp2", "local_sgd", "ddp"])[0]
+    (_, weights), *others = ranks.run(chain, path, ["ddp", "diloco", "fsdp2", "local_sgd", "ddp"], True)
     for (before, old), (after, new) in zip(weights[1::2], weights[2::2], strict=False):
         assert drive.largest_difference(old, new)[0] == 0, f"{before}, {after}"
+    for _, theirs in others:
+        for (name, mine), (_, other) in zip(weights, theirs, strict=True):
+            assert drive.largest_difference(mine, other)[0] == 0, name
+
+
+def test_replicas_meet_by_the_step_of_the_run(ranks: Ranks, config: Config) -> None:
+    """Not by that of the start: with another interval from step 2 on, they meet at steps 3 and 6."""
+    path = config({"train.checkpoint_every": 0})
+    local = ["strategy.name=local_sgd", "run.resume=must"]
+    ranks.run(drive.whole, path, [*local, "run.resume=auto", "strategy.options.sync_every=2", "train.max_steps=2"], size=2)
+    rows, _, _ = ranks.run(drive.whole, path, [*local, "strategy.options.sync_every=3"], size=2)[0]
+    drift = [row.get("replica_drift") for row in rows]
+    assert [row["step"] for row in rows] == [3, 4, 5, 6]
+    assert drift[0] == drift[2] != drift[3]
 
 
 @pytest.mark.parametrize(("before", "after", "changed"), [
@@ -153,28 +190,6 @@ def test_nan_on_one_rank_is_refused_by_all_and_named(ranks: Ranks, config: Confi
             assert "step 3" in raised, name
             assert finite, name
             assert moved, name
-
-
-def evaluated(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    found = {}
-    for name in names:
-        rows, _, _ = drive.whole(path, [*options(name), f"run.name={name}-eval"])
-        found[name] = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
-        drive.leave()
-    return found
-
-
-def test_every_strategy_evaluates_the_same(ranks: Ranks, config: Config) -> None:
-    """Exact ones agree with one process, on a split that does not divide; local ones evaluate their average, off schedule too."""
-    path = config({"train.eval_every": 1, "train.max_steps": 2, "train.eval_tokens": 7 * 16, "optim.lr": 1e-3})
-    (alone,) = ranks.run(evaluated, path, ["single"], size=1)
-    exact = [name for name in FAMILIES if name not in LOCAL and "comm" not in name and name != "ddp_powersgd"]
-    found = ranks.run(evaluated, path, [*exact, *LOCAL])[0]
-    for name in exact:
-        assert found[name] == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in alone["single"]], name
-    for name in LOCAL:
-        assert [step for step, _ in found[name]] == [1, 2]
-        assert [loss for _, loss in found[name]] == pytest.approx([loss for _, loss in alone["single"]], rel=0.02)
 
 
 VARIANTS = [
@@ -304,6 +319,8 @@ def test_replicas_that_drift_apart_are_found(ranks: Ranks, config: Config) -> No
     ("overrides", "world", "message"),
     [
         (["strategy.name=fsdp2", "optim.name=muon"], 2, "strategy.name=fsdp2 does not work with optim.name=muon, which wants whole matrices"),
+        (["strategy.name=diloco", "optim.name=muon"], 2, "strategy.name=diloco does not work with optim.name=muon; use adamw or sgd"),
+        (["strategy.name=local_sgd", "strategy.options.sync_every=0"], 2, "strategy.options.sync_every=0: must be 1 or more"),
         (["strategy.name=local_sgd"], 1, "strategy.name=local_sgd needs at least 2 processes; 1 was started"),
         (["strategy.name=ddp", "strategy.shard_size=2"], 4, "strategy.shard_size=2 means nothing to strategy.name=ddp"),
         (["strategy.name=ddp", "strategy.simulate=2"], 2, "strategy.simulate=2 means nothing to strategy.name=ddp"),
@@ -328,9 +345,18 @@ def test_what_cannot_be_is_refused_by_name(config: Config, overrides: list[str],
     assert message in str(raised.value)
 
 
-def test_fp16_and_replicas_that_train_apart_are_refused(config: Config) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "precision", "message"),
+    [
+        (["strategy.name=local_sgd", "strategy.options.sync_every=2"], "fp16", "run.precision=fp16, whose replicas would skip different updates; use fp32 or bf16"),
+        (["strategy.name=fsdp1", "strategy.options.sync_each_micro=false"], "bf16", "fsdp1 would add up micro-batches in bf16; leave it true, or use fsdp2"),
+    ],
+)  # fmt: skip
+def test_a_precision_that_a_strategy_cannot_keep_is_refused(config: Config, overrides: list[str], precision: str, message: str) -> None:
     from pretrain.strategies import choose
 
-    cfg = configs.load(config(), ["strategy.name=local_sgd", "strategy.options.sync_every=2"], OPTIONS)
-    with pytest.raises(configs.ConfigError, match=r"run\.precision=fp16, whose replicas would skip different updates; use fp32 or bf16"):
-        choose(cfg, configs.layout(cfg, 2, 100), "fp16")
+    cfg = configs.load(config(), overrides, OPTIONS)
+    choose(cfg, configs.layout(cfg, 2, 100), "fp32")
+    with pytest.raises(configs.ConfigError) as raised:
+        choose(cfg, configs.layout(cfg, 2, 100), precision)
+    assert message in str(raised.value)
