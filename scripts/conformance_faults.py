@@ -67,7 +67,9 @@ def draw_plan(seed: int, number: int, strategies: Sequence[str], kinds: Sequence
         if draw.random() < 0.2 and (passing := [kind for kind in (*PASSING, *DISK) if kind in kinds]):
             found.append(_during(draw, draw.choice(passing), ("a step", "a save", "an evaluation"), start_up))
         endings = KILLS if draw.random() < 0.7 else STOPS
-        found.append(_during(draw, draw.choice([kind for kind in endings if kind in kinds]), MOMENTS, start_up))
+        kind = draw.choice([kind for kind in endings if kind in kinds])
+        moments = MOMENTS if len(found) > 3 else MOMENTS[:-1]  # the end would be the trial's, too
+        found.append(_during(draw, kind, MOMENTS[:4] if kind == "stop file" else moments, start_up))
     return Plan(number, strategy, fast, found)
 
 

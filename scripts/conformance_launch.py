@@ -220,7 +220,8 @@ def in_fork(act: Callable[[], Any]) -> Any:
     """The result of `act`, which may start threads and show progress: this process must not."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for standard in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), standard)
         try:
             result = [act(), None]
         except Exception as error:

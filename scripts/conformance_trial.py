@@ -169,6 +169,8 @@ class Trial:
         time.sleep(fault.delay)
         ready = "ready for step" in launch.text()
         where = faults.phase(self.folder, ready, EVALUATED)
+        if where == "a step" and fault.moment in ("rotation", "the end"):
+            where = {"rotation": "just after a save", "the end": "the end"}[fault.moment]
         step = check.last_step(self.folder / "ledger.jsonl")
         if fault.kind in faults.ENDING:
             if faults.strike(fault, launch, self.folder):
