@@ -20,6 +20,8 @@ from pretrain import train
 
 PRELOAD = ["pytest", "pretrain.train", "deepspeed.runtime.zero.muon.muon_optimizer"]  # the last is most of what DeepSpeed imports
 
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 class Forks:
     """The process that is forked."""
@@ -40,15 +42,8 @@ class Forks:
             port = free.getsockname()[1]
         run = ForkedRun(out)
         for rank in range(size):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": size,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            variables = {**env, **{name: str(value) for name, value in place.items()}}
+            values = (rank, rank, size, size, "127.0.0.1", port) if size > 1 else ()
+            variables = {**env, **dict(zip(VARIABLES, map(str, values), strict=False))}
             run.ranks.append(self._context.Process(target=_train, args=([str(config), *overrides], variables, out)))
             run.ranks[-1].start()
         self._started.append(run)
@@ -78,6 +73,13 @@ class ForkedRun:
     def left(self) -> list[int]:
         """Something to wait for, per rank that still runs."""
         return [rank.sentinel for rank in self.ranks if rank.exitcode is None]
+
+    def wait_for_line(self, text: str, seconds: float = START) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.said:
+            assert self.left, f"all ended before a line with {text!r}: {self.statuses}\n{self.said}"
+            assert time.monotonic() < end, f"no line with {text!r} in {seconds:.0f}s\n{self.said}"
+            time.sleep(0.01)
 
     def wait(self, seconds: float = START) -> list[int | None]:
         """Every rank's exit status; of one that does not end in time, that of SIGKILL."""

@@ -81,15 +81,22 @@ if not importlib.util.find_spec("deepspeed"):
     del FAMILIES["deepspeed3"]
 # Of each fault: whether it comes in that collective or between two micro-batches, the step, and what is said of it.
 FAULTS = {
-    "hang": (True, 3, "no step was finished in 4 seconds"),
-    "raise": (True, 4, "RuntimeError: a fault made to order"),
-    "kill": (False, 4, "lost contact with another rank"),
+    "hang": (True, 5, "no step was finished in 4 seconds"),
+    "raise": (True, 6, "RuntimeError: a fault made to order"),
+    "kill": (False, 6, "lost contact with another rank"),
 }
 AT_ONCE = 4
 
 
+def complete(folder: Path) -> list[int]:
+    """The checkpoints that stand, each of them valid; of step 4 there may be half of one, which was being written."""
+    found = sorted(checkpoint.numbered(folder / "checkpoints"))
+    assert [checkpoint.verify(path) for _, path in found] == [None] * len(found)
+    return [step for step, _ in found]
+
+
 class Case:
-    """The ranks of one run, one of which fails in its fourth update."""
+    """The ranks of one run, one of which fails in its sixth update."""
 
     def __init__(self, forks: Forks, place: Path, data: Path, family: str, fault: str) -> None:
         options, size, collective = FAMILIES[family]
@@ -99,7 +106,7 @@ class Case:
             batch={"tokens": 4 * SEQUENCE * size}, strategy={"name": family, "options": options},
             train={"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 4 if fault == "hang" else 0},
         )  # fmt: skip
-        order = f"{fault}:1:8" + (f":{collective}" if FAULTS[fault][0] else "")  # the second micro-batch of two
+        order = f"{fault}:1:12" + (f":{collective}" if FAULTS[fault][0] else "")  # the second micro-batch of two
         self.run = forks.start(path, size=size, out=path.with_suffix(".out"), FAULT=order)
         self.failed, self.deadline = False, time.monotonic() + START
 
@@ -145,14 +152,13 @@ def test_one_bad_rank_ends_all_of_every_family(matrix: dict[tuple[str, str], Cas
     assert reason in status["reason"], story
     assert case.run.said.count("failed at step") == 1, story
     assert "Traceback" not in case.run.said
-    assert checkpoints(case.folder) == [2]
-    assert checkpoint.verify(checkpoint.path_of(case.folder / "checkpoints", 2)) is None
+    assert complete(case.folder) in ([2], [2, 4])
 
 
 LAUNCHED = {
-    "raise:1:4": (1, 4, "RuntimeError: a fault made to order", "faulty.py"),
-    "kill:1:4": (0, 4, "lost contact with another rank", "Traceback"),
-    "hang:1:4": (None, 3, "no step was finished in 3 seconds", "pretrain/train.py"),
+    "raise:1:6": (1, 6, "RuntimeError: a fault made to order", "faulty.py"),
+    "kill:1:6": (0, 6, "lost contact with another rank", "Traceback"),
+    "hang:1:6": (None, 5, "no step was finished in 3 seconds", "pretrain/train.py"),
 }
 
 
@@ -199,7 +205,7 @@ def test_one_bad_rank_ends_all(launched: dict[str, tuple[int, Launch]], fault: s
     assert str(where) in said[0]
     assert log in where.read_text()
     assert "Traceback" not in started.out + started.err
-    assert checkpoints(folder) == [2]  # the last one stands
+    assert complete(folder) in ([2], [2, 4])
 
 
 def test_a_failure_is_told_although_the_last_start_failed_too(config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:

@@ -4,12 +4,13 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import Forks
 from launching import (
     SEQUENCE,
     Launch,
@@ -18,7 +19,6 @@ from launching import (
     losses,
     make_set,
     pretrain_train,
-    python,
     read_lines,
     run,
     training_metrics,
@@ -35,6 +35,13 @@ WINDOWS, EPOCHS, STEPS, LAST = 100, 4.79, 60, 479  # 60 updates of 8 windows; th
 
 def four(path: Path, *overrides: str) -> list[str]:
     return pretrain_train(path, *overrides, flags=["--num_processes", "4"])
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    started = Forks()
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,34 +98,42 @@ def test_uninterrupted(whole: Launch) -> None:
     assert sum("ready for step 1 " in line for line in whole.out.splitlines()) == 1
 
 
-def test_killed_three_times(whole: Launch, place: Path, path: Path) -> None:
-    """The same command after SIGKILL of one rank, of the launcher, and of everything, each in an arbitrary step."""
+def newest(folder: Path) -> int:
+    """Of the complete checkpoints; one more may be half written."""
+    return max(step for step, _ in checkpoint.numbered(folder / "checkpoints"))
+
+
+def test_killed_three_times(forks: Forks, whole: Launch, place: Path, path: Path) -> None:
+    """Started again after SIGKILL of one rank, of everything, and of the launcher, each in an arbitrary step. A launcher is there where one
+    is killed."""
     rng = random.Random(20)
     folder = place / "runs" / "killed"
-    kills = rng.sample(["a rank", "the launcher", "everything"], 3)
-    for kill, step in zip(kills, (rng.randint(6, 12), rng.randint(21, 30), rng.randint(38, 44)), strict=True):
-        with launch(four(path, "run.name=killed"), folder, cwd=place) as started:
-            started.wait_for_line("ready for step")
-            victims = {
-                "a rank": lambda: [started.rank(rng.randrange(4))],
-                "the launcher": lambda: [p for p in started.alive() if "accelerate.commands.launch" in p.cmdline()],
-                "everything": started.alive,
-            }[kill]()
-            assert victims
-            started.wait_for_step(step)
-            for victim in victims:
-                victim.kill()
-            assert started.wait(25) != 0
-        assert max(checkpoints(folder)) < STEPS, "it was over before it was killed"
-    status, started = run(four(path, "run.name=killed"), folder, cwd=place)
-    assert status == 0, started.story()
+    for kill, step in (("a rank", rng.randint(6, 12)), ("everything", rng.randint(21, 30))):
+        started = forks.start(path, "run.name=killed", size=4, out=place / f"{kill}.out")
+        victims = started.ranks if kill == "everything" else [started.ranks[rng.randrange(4)]]
+        started.wait_for_line(f"step {step}/{STEPS}  loss")
+        for victim in victims:
+            victim.kill()
+        statuses = started.wait(25)
+        assert statuses.count(-signal.SIGKILL) == len(victims), started.story(folder)
+        assert newest(folder) < STEPS, "it was over before it was killed"
+    with launch(four(path, "run.name=killed"), folder, cwd=place) as launched:
+        launched.wait_for_line("ready for step")
+        (launcher,) = [p for p in launched.alive() if "accelerate.commands.launch" in p.cmdline()]
+        launched.wait_for_step(rng.randint(38, 44))
+        launcher.kill()
+        assert launched.wait(25) != 0
+    assert newest(folder) < STEPS, "it was over before it was killed"
+    last = forks.start(path, "run.name=killed", size=4, out=place / "killed.out")
+    assert last.wait() == [0] * 4, last.story(folder)
 
     assert training_metrics(folder) == training_metrics(folder_of(whole))
     assert windows(folder) == windows(folder_of(whole))
     assert weights(folder, STEPS) == weights(folder_of(whole), STEPS)
     assert exported(folder) == exported(folder_of(whole))
-    assert read_lines(folder / "metrics.jsonl")[-1]["step"] == STEPS
-    assert max(m.get("restarts", 0) for m in started.metrics()) == 3
+    metrics = read_lines(folder / "metrics.jsonl")
+    assert metrics[-1]["step"] == STEPS
+    assert max(m.get("restarts", 0) for m in metrics) == 3
     assert f"steps 1 to {STEPS} join without gap or overlap" in check_ledger(folder / "ledger.jsonl")[0]
 
 
@@ -128,17 +143,18 @@ def exported(folder: Path) -> bytes:
     return (output / "model.safetensors").read_bytes()
 
 
-def test_fewer_ranks_and_damaged_checkpoints(whole: Launch, place: Path, path: Path) -> None:
+def test_fewer_ranks_and_damaged_checkpoints(forks: Forks, whole: Launch, place: Path, path: Path) -> None:
     """4 ranks, then 2, then 1, and the last start finds its two newest checkpoints damaged (B68, B74)."""
     folder = place / "runs" / "fewer"
     shutil.copytree(folder_of(whole), folder)
     for step in range(25, STEPS + 1, 5):
         shutil.rmtree(checkpoint.path_of(folder / "checkpoints", step))
-    with launch(pretrain_train(path, "run.name=fewer", flags=["--num_processes", "2"]), folder, cwd=place) as started:
-        started.wait_for("resumption", lambda: "step_00000020 at step 20" in started.out)
-        started.wait_for_line("checkpoint " + str(checkpoint.path_of(folder / "checkpoints", 30)))
-        started.signal(signal.SIGTERM)
-        assert started.wait(25) == 75
+    started = forks.start(path, "run.name=fewer", size=2, out=place / "fewer.out")
+    started.wait_for_line("step_00000020 at step 20")
+    started.wait_for_line("checkpoint " + str(checkpoint.path_of(folder / "checkpoints", 30)))
+    for rank in started.ranks:
+        rank.terminate()
+    assert started.wait(25) == [75, 75], started.story(folder)
     left = checkpoints(folder)
     assert left[:6] == [5, 10, 15, 20, 25, 30]
     assert left[-1] < STEPS, "it was over before it was asked to stop"
@@ -147,9 +163,9 @@ def test_fewer_ranks_and_damaged_checkpoints(whole: Launch, place: Path, path: P
     moments = next((before / "optimizer").iterdir())
     moments.write_bytes(moments.read_bytes()[:-1])
 
-    status, last = run(python(path, "run.name=fewer"), folder, cwd=place)
-    assert status == 0, last.story()
-    lines = last.out.splitlines()
+    last = forks.start(path, "run.name=fewer", size=1, out=place / "fewest.out")
+    assert last.wait() == [0], last.story(folder)
+    lines = last.said.splitlines()
     assert any(f"skipping checkpoint {newest}: " in line and "is missing" in line for line in lines)
     assert any(f"skipping checkpoint {before}: optimizer/" in line and "bytes instead of" in line for line in lines)
     assert any(line.startswith(f"resuming from {expected} at step {int(expected.name[5:])}") for line in lines)
@@ -163,9 +179,8 @@ def test_fewer_ranks_and_damaged_checkpoints(whole: Launch, place: Path, path: P
     check_ledger(folder / "ledger.jsonl")
 
 
-def test_end_rotation_and_a_finished_run(whole: Launch, place: Path, path: Path) -> None:
+def test_end_rotation_and_a_finished_run(forks: Forks, whole: Launch, place: Path, path: Path) -> None:
     """B78, B79: the true last step is saved, once; only old checkpoints of this run are deleted; a finished run says so."""
-    base = ["run.name=short", "train.epochs=null", "train.eval_every=0"]
     folder = place / "runs" / "short"
     foreign = folder / "checkpoints" / "step_99999999"
     shutil.copytree(checkpoint.path_of(folder_of(whole) / "checkpoints", STEPS), foreign)
@@ -173,33 +188,40 @@ def test_end_rotation_and_a_finished_run(whole: Launch, place: Path, path: Path)
     junk.mkdir()
     (junk / "notes.txt").write_text("mine")
 
-    status, first = run(python(path, *base, "train.max_steps=7", "train.checkpoint_every=5", "train.keep_last=2"), folder, cwd=place)
+    def short(name: str, *overrides: str) -> tuple[int | None, str]:
+        base = ["run.name=short", "train.epochs=null", "train.eval_every=0", "train.keep_last=2"]
+        started = forks.start(path, *base, *overrides, size=1, out=place / f"{name}.out")
+        return started.wait()[0], started.said
+
+    seven = ["train.max_steps=7", "train.checkpoint_every=5"]
+    status, said = short("damaged", *seven)
     assert status == 2, "only damaged checkpoints are there: starting over is the user's decision"
-    assert f"none of the 2 checkpoints in {folder}/checkpoints is valid" in first.err
+    assert f"none of the 2 checkpoints in {folder}/checkpoints is valid" in said
 
     aside = place / "aside"
     (folder / "checkpoints").rename(aside)
-    status, first = run(python(path, *base, "train.max_steps=7", "train.checkpoint_every=5", "train.keep_last=2"), folder, cwd=place)
-    assert status == 0, first.story()
+    status, said = short("first", *seven)
+    assert status == 0, said
     assert checkpoints(folder) == [5, 7]
-    assert [line.split("  ")[0] for line in first.out.splitlines() if "  checkpoint " in line] == ["step 5/7", "step 7/7"]
+    assert [line.split("  ")[0] for line in said.splitlines() if "  checkpoint " in line] == ["step 5/7", "step 7/7"]
 
     shutil.copytree(aside, folder / "checkpoints", dirs_exist_ok=True)
-    command = python(path, *base, "train.max_steps=10", "train.checkpoint_every=1", "train.keep_last=2", "run.resume=must")
-    status, second = run(command, folder, cwd=place)
-    assert status == 0, second.story()
-    assert "by its manifest.json it is of step 60" in second.out
-    assert "step_00000007 at step 7" in second.out
+    ten = ["train.max_steps=10", "train.checkpoint_every=1", "run.resume=must"]
+    status, said = short("second", *ten)
+    assert status == 0, said
+    assert "by its manifest.json it is of step 60" in said
+    assert "step_00000007 at step 7" in said
     assert checkpoints(folder) == [9, 10, 12345678, 99999999]
     assert checkpoint.verify(foreign) is not None
     assert (foreign / checkpoint.MANIFEST).exists()
     assert (junk / "notes.txt").exists()
 
-    status, third = run(command, folder, cwd=place)
+    before = losses(folder)
+    status, said = short("third", *ten)
     assert status == 0
-    assert f"{folder} is finished: step 10" in third.out
-    assert third.status()["state"] == "finished"
-    assert losses(folder)[-1] == second.metrics()[-1]["loss"]
+    assert f"{folder} is finished: step 10" in said
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert losses(folder) == before
 
 
 @pytest.fixture
@@ -224,7 +246,7 @@ def test_resume_values(start: Callable[..., resume.Start], whole: Launch) -> Non
             start(value, name)
 
 
-def test_resume_at_step_90000_reads_nothing_before_it(tmp_path: Path) -> None:
+def test_resume_at_step_90000_reads_nothing_before_it(forks: Forks, tmp_path: Path) -> None:
     """B65, on a set that would take minutes to read through."""
     data = make_set(tmp_path / "set")
     manifest = json.loads((data / "manifest.json").read_text())
@@ -239,12 +261,12 @@ def test_resume_at_step_90000_reads_nothing_before_it(tmp_path: Path) -> None:
     (data / "manifest.json").write_text(json.dumps(manifest))
     path = write_config(tmp_path / "far.yaml", data, batch={"tokens": 2 * SEQUENCE}, train={"max_steps": 90_002, "log_every": 1})
     folder = tmp_path / "runs" / "far"
-    with launch(python(path), folder, cwd=tmp_path) as started:
-        started.wait_for_step(2)
-        started.signal(signal.SIGTERM)
-        assert started.wait(20) == 75
+    started = forks.start(path, size=1, out=tmp_path / "near.out")
+    started.wait_for_line("step 2/")
+    started.ranks[0].terminate()
+    assert started.wait(20) == [75], started.story(folder)
 
-    step = started.status()["step"]
+    step = json.loads((folder / "status.json").read_text())["step"]
     far = checkpoint.path_of(folder / "checkpoints", step).rename(checkpoint.path_of(folder / "checkpoints", 90_000))
     state = json.loads((far / "state.json").read_text())
     state["progress"] |= {"step": 90_000, "position": 180_000}
@@ -252,10 +274,10 @@ def test_resume_at_step_90000_reads_nothing_before_it(tmp_path: Path) -> None:
     record["step"], record["files"]["state.json"] = 90_000, checkpoint._write_json(far / "state.json", state)
     (far / "manifest.json").write_text(json.dumps(record))
 
-    status, again = run(python(path), folder, cwd=tmp_path)
-    assert status == 0, again.story()
-    last = [m for m in again.metrics() if m["step"] > 90_000]
+    again = forks.start(path, size=1, out=tmp_path / "far.out")
+    assert again.wait() == [0], again.story(folder)
+    last = [m for m in read_lines(folder / "metrics.jsonl") if m["step"] > 90_000]
     assert [m["position"] for m in last] == [180_002, 180_004]
-    ready = float(again.wait_for_line("ready for step 90,001 after").split("after ")[1].split("s")[0])
+    ready = float(again.said.split("ready for step 90,001 after ")[1].split("s")[0])
     assert ready < 10
     assert last[0]["data_seconds"] < 1
