@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ PRESETS = {
     "small": (6, 6, 384),
     "tiny": (4, 4, 128),
 }
+
+
+Limits = Mapping[str, tuple[float, float]]  # of a strategy's options
 
 
 class ConfigError(ValueError):
@@ -121,6 +125,9 @@ class Train:
         "stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True
     )
     check_replicas_every: int = key(0, "updates between comparisons of the replicas' weights, bit by bit; 0 never compares", free=True)
+    time_limit: str | None = key(
+        None, "stop with a checkpoint before the launch is so old: `3h50m`, `45m`, `1d12h`; what saving takes is allowed for", free=True
+    )
     hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
 
 
@@ -286,11 +293,16 @@ def replace(cfg: Config, dotted: str, value: Any) -> Config:
 
 
 def build_options(cls: type, given: Mapping[str, Any]) -> Any:
-    """A strategy's `Options` from `strategy.options`. Raises ConfigError, one line per mistake."""
+    """A strategy's `Options` from `strategy.options`; its class may have `limits`: name -> (least, most). Raises ConfigError, one line per mistake."""
     errors: list[str] = []
     known = [f.name for f in dataclasses.fields(cls)]
     errors += [f"strategy.options.{name}: unknown key{_nearest(name, known)}" for name in given if name not in known]
     built = _build_section("strategy.options", cls, {f"strategy.options.{k}": v for k, v in given.items()}, errors)
+    for name, (least, most) in getattr(cls, "limits", {}).items():
+        value = getattr(built, name)
+        if value is not None and not least <= value <= most:
+            allowed = f"must be {least:g} or more" if most == math.inf else f"must lie between {least:g} and {most:g}"
+            errors.append(f"strategy.options.{name}: {allowed}, found {value}")
     if errors:
         raise ConfigError("\n".join(errors))
     return built
@@ -461,9 +473,19 @@ def _contradictions(cfg: Config) -> list[str]:
     ):
         if not 0 <= value <= 1:
             found.append(f"{name}: must lie between 0 and 1, found {value}")
+    if t.time_limit is not None and duration(t.time_limit) is None:
+        found.append(f"train.time_limit: expected a duration such as 3h50m, 45m or 1d12h, found {t.time_limit!r}")
     if "/" in cfg.run.name or cfg.run.name in (".", ".."):
         found.append(f"run.name: must be one folder name, found {cfg.run.name!r}; run.dir is where it goes")
     return found
+
+
+def duration(text: str) -> float | None:
+    """Seconds of `1d12h`, `3h50m`, `90s`; None for what is no duration."""
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    if not match or not any(match.groups()):
+        return None
+    return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
 
 
 def _check_options(cfg: Config, options: Mapping[str, type]) -> list[str]:

@@ -5,7 +5,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,19 +17,21 @@ from torch import nn
 
 from pretrain import checkpoint, launch, machine, runfolder
 from pretrain import model as models
-from pretrain.config import Config, Layout, everything_hash, layout, to_dict
+from pretrain.config import Config, Layout, duration, everything_hash, layout, to_dict
 from pretrain.launched import Launched, forget_plugins
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
-from pretrain.ranks import agree, together
+from pretrain.ranks import agree, set_timeout, together
 from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
 from pretrain.saver import Saver
-from pretrain.stopping import StopRequests
+from pretrain.stopping import StopRequests, TimeLimit
 from pretrain.strategies import Strategy, choose
 from pretrain.throughput import Clock, peak_flops
 from pretrain.tokenization import load_tokenizer
 from pretrain.tracking import Tracker
+
+_AFTER_THE_WATCH = 60.0  # seconds: the watch over a step tells more than a collective that times out
 
 
 class Finished(Exception):
@@ -111,11 +113,12 @@ def start(
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.tokenizer, described)
-        notes = [*notes, *load(found.checkpoint, found.numbers, strategy)]
+        notes = [*notes, *load(found, cfg, strategy)]
 
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, progress.step, numbers.steps, tell)
+    saver.seconds = found.numbers.get("save_seconds", 0.0)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, saver, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
@@ -134,6 +137,8 @@ def _open(job: Job, found: Start, facts: dict[str, Any], notes: list[str], began
     job.say(f"resuming from {found.checkpoint} at step {step:,}" if found.checkpoint else f"starting at step 0 in {job.cfg.folder}")
     with job.clock.apart("warm-up"):
         facts["in_use"] = warm_up(job)
+    if job.cfg.train.hang_timeout:  # start-up and saving may wait long for the slowest; from here on a rank that stays away is lost
+        set_timeout(job.cfg.train.hang_timeout + _AFTER_THE_WATCH, leave_out=job.saver.group)
     if job.is_main:
         runfolder.record_config(job.cfg.folder, to_dict(job.cfg), facts)
     warming = job.clock.other["warm-up"]
@@ -167,11 +172,17 @@ def _find_start(cfg: Config, numbers: Layout, tell: Callable[[str], None], contr
     return found
 
 
-def load(path: Path, numbers: Mapping[str, Any], strategy: Strategy) -> list[str]:
+def load(found: Start, cfg: Config, strategy: Strategy) -> list[str]:
     """Take over a checkpoint of whatever strategy. Returns notes on what of it could not be used."""
+    assert found.checkpoint is not None
+    numbers, before = found.numbers, found.numbers["identity"]["config"]
+    was, now = before["optim.name"], cfg.optim.name
+    same = was == now and (now != "sgd" or bool(before["optim.momentum"]) == bool(cfg.optim.momentum))
     theirs, ours = numbers.get("extras"), strategy.extras_kind()
-    strategy.restore(checkpoint.Stored(path), extras=theirs == ours)
+    strategy.restore(checkpoint.Stored(found.checkpoint), moments=same, extras=same and theirs == ours)
     notes = strategy.load_numbers(numbers)
+    if not same:
+        notes.append(f"the optimiser's states start anew: the checkpoint has those of optim.name={was}")
     if theirs != ours:
         notes.append(f"extras of {theirs or 'nothing'} in the checkpoint, {ours or 'none'} here: going on from its canonical part")
     return notes
@@ -210,7 +221,8 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
         job.tokenizer = load_tokenizer(folder)
     job.status.write("running", step=progress.step)
     job.tracker = Tracker(cfg, facts, progress.step, job.say)
-    job.stops.watch(folder / "stop")
+    limit = duration(cfg.train.time_limit) if cfg.train.time_limit else None
+    job.stops.watch(folder / "stop", TimeLimit(limit, launch.launch_time(), lambda: job.saver.seconds) if limit else None)
 
 
 def _headline(job: Job, facts: dict[str, Any]) -> str:

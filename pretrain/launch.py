@@ -2,6 +2,7 @@
 here does."""
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 
@@ -20,13 +21,27 @@ class World:
 
 
 def read_world() -> World:
-    """From the environment that torchrun and Accelerate's launcher make; one process without it."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return World(rank, int(os.environ.get("LOCAL_RANK", rank)), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    """From the environment that torchrun and Accelerate's launcher make; one process without it. Raises ConfigError."""
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    return World(rank, _number("LOCAL_RANK", rank), size, _number("LOCAL_WORLD_SIZE", size))
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable, str(default))
+    if not value.isdigit():
+        raise ConfigError(f"{variable}={value} in the environment is no whole number; launchers set it, and without one it is left unset")
+    return int(value)
 
 
 def has_launcher() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
+
+
+def launch_time() -> float:
+    """When the launch began (UNIX): with a launcher, before this process."""
+    process = psutil.Process()
+    parent = process.parent() if has_launcher() else None
+    return min(process.create_time(), parent.create_time() if parent else math.inf)
 
 
 def is_orphan() -> bool:

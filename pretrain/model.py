@@ -70,12 +70,11 @@ class PretrainGPT2(GPT2LMHeadModel):  # type: ignore[misc]
         for name, parameter in self.named_parameters():
             value = initial_value(name, self.real_shape(name, parameter), self.config.n_layer, seed)
             parameter.zero_()
-            parameter[: value.shape[0]].copy_(value)
+            parameter[tuple(slice(n) for n in value.shape)].copy_(value)
 
     def real_shape(self, name: str, parameter: Tensor) -> torch.Size:
         """The parameter's shape without padded rows."""
-        rows = self.vocab_size if name == "transformer.wte.weight" else parameter.shape[0]
-        return torch.Size((rows, *parameter.shape[1:]))
+        return torch.Size((self.vocab_size, *parameter.shape[1:])) if name == "transformer.wte.weight" else parameter.shape
 
     def as_causal_lm(self) -> GPT2LMHeadModel:
         """The same modules behind transformers' own forward, for `generate`. Padded ids must be suppressed there."""
@@ -89,7 +88,7 @@ def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tens
     """GPT-2's initialisation: N(0, 0.02), residual projections divided by √(2·layers) (Radford et al. 2019, §2.3), biases 0, gains 1."""
     if name.endswith("bias"):
         return torch.zeros(shape)
-    if len(shape) == 1:
+    if len(shape) <= 1:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]) >> 1)
     std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02

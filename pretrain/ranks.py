@@ -1,6 +1,7 @@
 """How ranks come to know what the others know. Groups are CPU groups of all ranks; None is one process, which knows it all."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -54,3 +55,11 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"rank {rank} has another {what} than rank 0 ({value}, not {everyone[0][what]}); start every rank from the same files"
                 )
+
+
+def set_timeout(seconds: float, *, leave_out: dist.ProcessGroup | None) -> None:
+    """After so long in a collective of any other group, a rank gives up."""
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not leave_out:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

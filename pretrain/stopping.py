@@ -12,10 +12,30 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_REASONS = ("", "stop file", "SIGINT", "SIGTERM", "SIGUSR1", "the launcher is gone")
+_REASONS = ("", "stop file", "SIGINT", "SIGTERM", "SIGUSR1", "the launcher is gone", "time limit")
 _SIGNALS = {signal.SIGINT: 2, signal.SIGTERM: 3, signal.SIGUSR1: 4}
-_LAUNCHER_GONE = 5
+_LAUNCHER_GONE, _TIME_LIMIT = 5, 6
+_UNKNOWN = 60.0  # seconds that a first checkpoint is taken to need, or a tenth of the time limit where that is less
+_GOING = 10.0  # seconds from the last checkpoint to the end of the process
 _PR_SET_PDEATHSIG = 1
+
+
+class TimeLimit:
+    """Whether it is time to save and go: asked at every step boundary, answered for the one after the next, when all ranks have heard."""
+
+    def __init__(self, seconds: float, launch_time: float, save_seconds: Callable[[], float]) -> None:
+        """`save_seconds`: the longest that a checkpoint has taken, 0 where none was written yet."""
+        self._until = launch_time + seconds
+        self._unknown, self._save_seconds = min(_UNKNOWN, seconds / 10), save_seconds
+        self._before: float | None = None
+        self._longest = 0.0  # between two boundaries, with what happened there: evaluations, samples
+
+    def reached(self) -> bool:
+        now = time.time()
+        if self._before is not None:
+            self._longest = max(self._longest, now - self._before)
+        self._before = now
+        return now + 2 * self._longest + 1.5 * (self._save_seconds() or self._unknown) + _GOING >= self._until
 
 
 class StopRequests:
@@ -34,6 +54,7 @@ class StopRequests:
         self._gone, self._follow = False, follow_launcher and sys.platform == "linux"
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._stop_file: Path | None = None
+        self._limit: TimeLimit | None = None
         self._started = time.time()
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -50,14 +71,16 @@ class StopRequests:
         """From here on there is something to save."""
         self._training = True
 
-    def watch(self, stop_file: Path) -> None:
+    def watch(self, stop_file: Path, limit: "TimeLimit | None" = None) -> None:
         """Main process only. A file older than this start is a leftover."""
-        self._stop_file = stop_file
+        self._stop_file, self._limit = stop_file, limit
 
     def agreed(self, group: dist.ProcessGroup | None) -> str | None:
         """Call at every step boundary, on every rank: the reason to stop before the next step, or None. Waits for last step's vote alone."""
         if self._stop_file is not None and self._stop_file_is_new():
             self._requested = self._requested or 1
+        if self._limit is not None and self._limit.reached():
+            self._requested = self._requested or _TIME_LIMIT
         if group is None:
             decided = self._requested
         else:

@@ -15,7 +15,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pretrain import config
-from pretrain.runfolder import Status, in_use, read_status
+from pretrain.runfolder import Status, in_use, note_end, read_status
 
 TRAINER = Path(__file__).with_name("train.py")
 _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
@@ -28,7 +28,11 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
     if cfg.strategy != config.Strategy():  # its names and options are the strategies' to know: some seconds of imports
         from pretrain.strategies import OPTIONS
 
-        config.load(config_file, overrides, OPTIONS)
+        try:
+            config.load(config_file, overrides, OPTIONS)
+        except config.ConfigError as error:
+            note_end(cfg.folder, 0, "refused", 2, str(error))
+            raise
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

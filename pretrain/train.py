@@ -40,10 +40,15 @@ from pretrain.watch import NonFinite, ReplicasDiffer, Watch, compare_replicas
 STOPPED, REFUSED, FAILED = 75, 2, 1
 _MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before there was a process group
 _MOMENT = 2  # the same with one
+_LONGEST = 500  # characters of a reason: torch puts whole tensors into some messages
 
 
 def main(arguments: list[str]) -> int:
-    world = launch.read_world()
+    try:
+        world = launch.read_world()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan())
     folder: Path | None = None
     micro: int | None = None
@@ -220,6 +225,7 @@ def checkpoint_numbers(job: Job, progress: Progress) -> dict[str, Any]:
         "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},
         "config_hash": config.identity_hash(job.cfg),
         "extras": job.strategy.extras_kind(),
+        "save_seconds": job.saver.seconds,
         **job.strategy.numbers(),
     }
 
@@ -306,7 +312,7 @@ def explain(error: Exception, micro: int | None = None) -> str:
         return f"out of memory: {smaller} model.activation_checkpointing=true; {text[:200]}"
     if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited")):
         return f"lost contact with another rank, which was killed or crashed ({text[:120]})"
-    return text if isinstance(error, NonFinite | ConfigError | CheckpointError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, NonFinite | ConfigError | CheckpointError) else f"{type(error).__name__}: {text[:_LONGEST]}"
 
 
 if __name__ == "__main__":

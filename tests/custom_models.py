@@ -25,3 +25,28 @@ def swiglu(config: object) -> PretrainGPT2:
 
 def failing(config: object) -> torch.nn.Module:
     raise RuntimeError("no such thing")
+
+
+def frozen(config: object) -> PretrainGPT2:
+    model = PretrainGPT2(config)
+    model.transformer.wpe.weight.requires_grad_(False)
+    return model
+
+
+def with_a_spare(config: object) -> PretrainGPT2:
+    """One weight takes no part in the loss."""
+    model = PretrainGPT2(config)
+    model.spare = nn.Parameter(torch.zeros(4))
+    return model
+
+
+class Scaled(PretrainGPT2):
+    """All token losses times a number that is learnt: a parameter without dimensions."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        loss_sum, tokens = super().forward(inputs_BT, targets_BT)
+        return loss_sum * self.gain, tokens

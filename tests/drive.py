@@ -24,7 +24,7 @@ def stops(after: int | None = None) -> Any:
     """Stands in for StopRequests, which would take over the signals of the test's process; asks to stop after so many steps."""
     asked = iter(range(10**9))
     agreed = lambda group: "SIGTERM" if after is not None and next(asked) >= after else None  # noqa: E731
-    return types.SimpleNamespace(agreed=agreed, watch=lambda path: None, at_once=print)
+    return types.SimpleNamespace(agreed=agreed, watch=lambda path, limit: None, at_once=print)
 
 
 def begin(path: Path, overrides: Sequence[str] = (), stop_after: int | None = None) -> tuple[Job, Progress]:
@@ -45,9 +45,9 @@ def steps(job: Job, progress: Progress, count: int) -> Rows:
 
 def weights(job: Job) -> Weights:
     """In full, without padded rows: all ranks call it."""
-    rows = {"transformer.wte.weight": job.described["vocab_size"]}
+    real = {"transformer.wte.weight": slice(job.described["vocab_size"])}
     with job.strategy.evaluation_weights():
-        return {name: tensor.detach().cpu().numpy()[: rows.get(name)].copy() for name, tensor in job.strategy.whole_weights()}
+        return {name: tensor.detach().cpu().numpy()[real.get(name, ...)].copy() for name, tensor in job.strategy.whole_weights()}
 
 
 def run(path: Path, overrides: Sequence[str] = (), count: int = 3) -> tuple[Rows, Weights]:

@@ -88,13 +88,17 @@ def test_the_formulas_of_the_telemetry() -> None:
     assert found["pseudo_gradient_cosine"] == pytest.approx(0, abs=1e-6)
 
 
-def test_an_evaluation_off_schedule_changes_nothing(ranks: Ranks, config: Config) -> None:
-    path = config({"train.checkpoint_every": 0})
-    overrides = [*ADAMW, "strategy.name=diloco", "strategy.options.sync_every=3"]
-    looked = ranks.run(drive.whole, path, [*overrides, "train.eval_every=1", "run.name=looked"], size=2)
+@pytest.mark.parametrize("rows", [64, 5000], ids=["many tensors to a bucket", "a bucket of one tensor"])
+def test_looking_and_saving_change_nothing(ranks: Ranks, config: Config, rows: int) -> None:
+    """A bucket that holds one tensor must be a copy of it as well: it may be a weight or a moment that trains."""
+    path = config({"train.checkpoint_every": 0, "model.vocab_size": rows, "model.n_embd": 64})
+    overrides = [*ADAMW, "strategy.name=diloco", "strategy.options.sync_every=3", "strategy.options.bucket_mb=1"]
+    looked = ranks.run(drive.whole, path, [*overrides, "train.eval_every=1", "train.checkpoint_every=3", "run.name=looked"], size=2)
     left_alone = ranks.run(drive.whole, path, [*overrides, "run.name=alone"], size=2)
     for (_, weights, _), (_, expected, _) in zip(looked, left_alone, strict=True):
         assert drive.largest_difference(weights, expected)[0] == 0
+    simulated = [*overrides, "strategy.simulate=2", "batch.micro=4", "run.name=simulated"]
+    assert drive.distance(ranks.run(drive.whole, path, simulated, size=1)[0][1], left_alone[0][1]) < 1e-5
 
 
 def test_the_logged_norm_is_the_root_mean_square_over_replicas(ranks: Ranks, config: Config) -> None:

@@ -149,13 +149,14 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
     """A request during a save lets it finish; a second request ends everything at once, and the checkpoint before stands."""
     gate = tmp_path / "gate"
     here = Path(f"{gate}.here")
-    with launch(python(config, "train.checkpoint_every=3"), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+    every = ["train.checkpoint_every=3", "train.async_checkpoint=false"]
+    with launch(python(config, *every), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
         started.wait_for_file(here)
         started.signal(TERM)
         gate.touch()
         assert check_stopped(started, "SIGTERM") == 3
 
-    command = pretrain_train(config, "train.checkpoint_every=3", flags=["--num_processes", "2"])
+    command = pretrain_train(config, *every, flags=["--num_processes", "2"])
     with launch(command, folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
         started.wait_for_file(here)
         gate.touch()
@@ -167,7 +168,7 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
         assert started.status()["state"] == "failed"
     assert_only_complete(folder, [3, 6])
 
-    with launch(python(config, "train.checkpoint_every=3"), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+    with launch(python(config, *every), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
         here.unlink()
         started.wait_for_file(here)
         started.signal(TERM)
@@ -180,6 +181,33 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
         )  # the kernel may hand them over in either order
         assert "step_00000006 at step 6" in started.out
     assert_only_complete(folder, [3, 6])
+
+
+def test_while_a_checkpoint_is_written(config: Path, folder: Path, tmp_path: Path) -> None:
+    """Training goes on beside it; a stop waits for it, then writes its own: no two at a time."""
+    gate = tmp_path / "gate"
+    here = Path(f"{gate}.here")
+    command = pretrain_train(config, "train.checkpoint_every=3", flags=["--num_processes", "2"])
+    with launch(command, folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
+        started.wait_for_file(here)
+        started.wait_for_step(5)
+        assert not checkpoints(folder)
+        started.signal(TERM)
+        gate.touch()
+        started.wait_for_line("step 3/1,000,000  checkpoint")
+        started.wait_for("the stop's checkpoint", lambda: here.exists() and not gate.exists())
+        gate.touch()
+        last = check_stopped(started, "SIGTERM")
+    assert last >= 5
+    assert_only_complete(folder, [3, last])
+
+
+def test_a_time_limit_leaves_time_for_the_last_checkpoint(config: Path, folder: Path, tmp_path: Path) -> None:
+    """Long before the limit is over, the first guess at a checkpoint's time being a tenth of it."""
+    with launch(pretrain_train(config, "train.time_limit=30s", flags=["--num_processes", "2"]), folder, cwd=tmp_path) as started:
+        began = psutil.Process(started.process.pid).create_time()
+        check_stopped(started, "time limit")
+        assert started.status()["time"] - began < 30
 
 
 def assert_only_complete(folder: Path, steps: list[int]) -> None:

@@ -62,6 +62,7 @@ class Strategy:
         self.module: nn.Module  # plain: its names are the checkpoint's
         self.optimizer: Optimizer
         self.scaler: torch.amp.GradScaler | None = None
+        self.unused: list[str]  # weights that got no gradient in the warm-up
         self.in_use: dict[str, set[torch.dtype]]  # of weights and gradients, as the warm-up found them
 
     def check(self, cfg: Config, layout: Layout) -> None:
@@ -86,6 +87,13 @@ class Strategy:
                 raise ConfigError(
                     f"strategy.name={self.name} does not work with {key}={value}{self.why_not(key)}; use {' or '.join(possible)}"
                 )
+
+    def all_train(self, module: nn.Module) -> None:
+        """For families that take no weights without a gradient. Raises ConfigError naming one."""
+        if frozen := [name for name, p in module.named_parameters() if not p.requires_grad]:
+            raise ConfigError(
+                f"strategy.name={self.name} does not work with weights that do not train ({frozen[0]} of model.build); use ddp or fsdp2"
+            )
 
     def why_not(self, key: str) -> str:
         """The reason that a refusal of this key's value gives, from a comma on."""
@@ -138,6 +146,7 @@ class Strategy:
             loss_sum, _ = self.model(inputs_BT, targets_BT)
             self.backward(loss_sum / targets_BT.numel())
         parameters = self.named_parameters().values()
+        self.unused = [name for name, p in self.named_parameters().items() if p.requires_grad and p.grad is None]
         self.in_use = {"weights": {p.dtype for p in parameters}, "gradients": {p.grad.dtype for p in parameters if p.grad is not None}}
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -225,9 +234,12 @@ class Strategy:
         """What a checkpoint's extras must be of to be used here; None for families without extras."""
         return None
 
-    def restore(self, stored: Stored, *, extras: bool) -> None:
-        """Take over a checkpoint, of whatever strategy; its extras where they are of this one's kind."""
+    def restore(self, stored: Stored, *, moments: bool, extras: bool) -> None:
+        """Take over a checkpoint, of whatever strategy: its optimiser states where they are of this optimiser, its extras where they are of
+        this strategy's kind."""
         state = self.state()
+        if not moments:
+            state["optimizer"] = {}
         if not extras:
             state["extras"] = {}
         for group, tensors in state.items():

@@ -1,6 +1,7 @@
 """Replicas whose gradients travel compressed. DDP's communication hooks run once per update, in the backward of the last micro-batch:
 gradients accumulate in fp32, and the optimiser gets fp32."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 
 from pretrain.collectives import bytes_sent
-from pretrain.config import Config, ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.strategies.ddp import DDP, DDPOptions
 
 _WORTH_IT = 2  # a matrix is compressed if P and Q are smaller than it by more than this: PowerSGDState's min_compression_rate
@@ -59,6 +60,7 @@ class PowerSGDOptions(DDPOptions):
     start_step: int | None = None  # updates reduced in full before; default: the warm-up's or a tenth of the run's, whichever are more
     use_error_feedback: bool = True  # what an update left out is added to the next one's gradient
     warm_start: bool = True  # from the last update's Q, not from a random one
+    limits: ClassVar[Limits] = {**DDPOptions.limits, "rank": (1, math.inf), "start_step": (0, math.inf)}
 
 
 class DDPPowerSGD(DDP):
@@ -70,9 +72,6 @@ class DDPPowerSGD(DDP):
     def check(self, cfg: Config, layout: Layout) -> None:
         super().check(cfg, layout)
         o: PowerSGDOptions = self.options
-        for key, value, least in (("rank", o.rank, 1), ("start_step", o.start_step, 0)):
-            if value is not None and value < least:
-                raise ConfigError(f"strategy.options.{key}={value}: must be {least} or more")
         tenth = layout.steps // 10
         self.start = max(2, cfg.optim.warmup_steps, tenth) if o.start_step is None else o.start_step
         if self.start >= layout.steps:
@@ -82,6 +81,7 @@ class DDPPowerSGD(DDP):
             )
 
     def wrap(self, module: nn.Module) -> nn.Module:
+        self.all_train(module)
         wrapped = super().wrap(module)
         self.powersgd = PowerSGD(self.options, self.start, dict(module.named_parameters()))
         wrapped.register_comm_hook(self.powersgd, average_by_powersgd)  # type: ignore[operator]

@@ -3,13 +3,14 @@
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.collectives import bytes_sent
+from pretrain.config import ConfigError, Limits
 from pretrain.strategies.base import Strategy
 
 
@@ -18,6 +19,7 @@ class DDPOptions:
     bucket_cap_mb: int = 25  # gradients are reduced in buckets of this size
     gradient_as_bucket_view: bool = True  # saves one copy of the gradients
     static_graph: bool = False
+    limits: ClassVar[Limits] = {"bucket_cap_mb": (1, 1 << 20)}
 
 
 class DDP(Strategy):
@@ -41,6 +43,14 @@ class DDP(Strategy):
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.accelerator.no_sync(model)
+
+    def warm_up(self, inputs_BT: Tensor, targets_BT: Tensor) -> None:
+        super().warm_up(inputs_BT, targets_BT)
+        if self.unused:
+            raise ConfigError(
+                f"{self.unused[0]} takes no part in the loss: strategy.name={self.name} would wait for its gradient; give it one, set its "
+                "requires_grad to False, or use single, fsdp2 or deepspeed2"
+            )
 
     def wire(self, step: int) -> int:
         """A ring all-reduce of fp32 gradients: 2·(W−1)/W of them (Patarasuk and Yuan 2009)."""

@@ -3,10 +3,11 @@ parameters split by rows (FSDP2), and FSDP2 inside groups that are replicas of e
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
-from pretrain.config import Config, ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.strategies.base import Strategy, on_cpu
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +43,7 @@ class FSDP2Options:
     reshard_after_forward: bool | int = True  # free gathered weights after the forward; a number reshards to so many processes
     cpu_offload: bool = False
     sync_each_micro: bool = True
+    limits: ClassVar[Limits] = {"blocks_per_unit": (1, math.inf)}
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class FSDP1(_Sharded):
 
     def make_plugin(self) -> FullyShardedDataParallelPlugin:
         half = _HALF.get(self.precision)
+        warnings.filterwarnings("ignore", "sharding_strategy is deprecated", FutureWarning)  # the name that replaces it means FSDP2's
         return _plugin(
             fsdp_version=1,
             sharding_strategy=self.sharding,
@@ -235,8 +238,6 @@ class FSDP2(_Sharded):
                 f"strategy.options.reshard_after_forward={reshard}: must divide the {shards} shards; write true, false"
                 + "".join(f" or {n}" for n in possible)
             )
-        if self.options.blocks_per_unit < 1:
-            raise ConfigError(f"strategy.options.blocks_per_unit={self.options.blocks_per_unit}: must be 1 or more")
 
     def make_plugin(self) -> FullyShardedDataParallelPlugin:
         half = _HALF.get(self.precision)

@@ -8,17 +8,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from pretrain.collectives import bytes_sent
-from pretrain.config import Config, ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.optim import Recipe, make_optimizer, set_lr
 from pretrain.strategies.base import HOW_MANY, StepResult, Strategy
 
@@ -27,6 +27,7 @@ from pretrain.strategies.base import HOW_MANY, StepResult, Strategy
 class LocalOptions:
     sync_every: int = 8  # updates between synchronisations
     bucket_mb: int = 25  # weights are averaged in buckets of this size
+    limits: ClassVar[Limits] = {"sync_every": (1, math.inf), "bucket_mb": (1, 1 << 20)}
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class DiLoCoOptions(LocalOptions):
     sync_every: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9  # Nesterov's
+    limits: ClassVar[Limits] = {**LocalOptions.limits, "outer_lr": (1e-6, 100), "outer_momentum": (0, 0.9999)}
 
 
 @dataclass
@@ -66,8 +68,6 @@ class LocalSGD(Strategy):
         self.accumulation = layout.accumulation
         self.steps = 0  # of the run; a resumed one loads it
         every = self.options.sync_every
-        if every < 1:
-            raise ConfigError(f"strategy.options.sync_every={every}: must be 1 or more")
         if layout.world_size == 1 and not cfg.strategy.simulate:
             raise ConfigError(
                 f"strategy.name={self.name} needs at least 2 processes; 1 was started: write {HOW_MANY.format(2)}, or strategy.simulate=2"
@@ -183,7 +183,7 @@ class LocalSGD(Strategy):
         return means + (self._mean_of_bucket(bucket) if bucket else [])
 
     def _mean_of_bucket(self, bucket: list[Tensor]) -> list[Tensor]:
-        flat = _flatten_dense_tensors(bucket)
+        flat = torch.cat([t.reshape(-1) for t in bucket])  # a copy even of one tensor, which may be what trains
         if self.peers is not None:
             dist.all_reduce(flat, group=self.peers)
         return list(_unflatten_dense_tensors(flat / self.replica_count, bucket))
@@ -256,7 +256,7 @@ class LocalSGD(Strategy):
         torch._foreach_copy_(self.anchor, weights)
         for replica in self.replicas:
             torch._foreach_copy_(replica.weights, self.anchor)
-            for name, moment in self.optimizer_state(replica.optimizer).items() if not state["extras"] else ():
+            for name, moment in self.optimizer_state(replica.optimizer).items() if not state["extras"] and state["optimizer"] else ():
                 moment.copy_(state["optimizer"][name])
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> list[str]:
@@ -284,6 +284,10 @@ class DiLoCo(LocalSGD):
         for anchor in self.anchor if o.outer_momentum else ():
             self.outer.state[anchor]["momentum_buffer"] = torch.zeros_like(anchor)
         return inner
+
+    def extras_kind(self) -> dict[str, Any]:
+        o: DiLoCoOptions = self.options
+        return {**super().extras_kind(), "outer_momentum": o.outer_momentum > 0}
 
     def outer_step(self, mean: list[Tensor]) -> None:
         for anchor, average in zip(self.anchor, mean, strict=True):

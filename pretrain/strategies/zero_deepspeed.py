@@ -19,9 +19,11 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from pretrain.config import Config, ConfigError, Layout
+from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.optim import MUON_STATE, Recipe, make_optimizer
 from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Stored, Strategy, on_cpu
+
+_MOST = 10**12  # elements
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class StageOptions:
     reduce_bucket_size: int = 500_000_000  # gradients reduced at a time; a buffer of so many elements is allocated
     overlap_comm: bool = False  # reduce while the backward still runs
     offload_optimizer: bool = False  # fp32 weights and optimiser states in host memory, where the optimiser then runs
+    limits: ClassVar[Limits] = {"reduce_bucket_size": (1, _MOST)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Stage12Options(StageOptions):
     """DeepSpeed's names and defaults."""
 
     allgather_bucket_size: int = 500_000_000  # updated weights gathered at a time, in elements
+    limits: ClassVar[Limits] = {**StageOptions.limits, "allgather_bucket_size": (1, _MOST)}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class Stage3Options(StageOptions):
     stage3_param_persistence_threshold: int = 100_000  # smaller weights are kept whole by every process
     stage3_max_live_parameters: int = 1_000_000_000  # elements gathered at once, above which none is prefetched
     stage3_max_reuse_distance: int = 1_000_000_000  # elements; weights used again within so many are not released
+    limits: ClassVar[Limits] = {
+        **StageOptions.limits, "stage3_prefetch_bucket_size": (0, _MOST), "stage3_param_persistence_threshold": (0, _MOST),
+        "stage3_max_live_parameters": (0, _MOST), "stage3_max_reuse_distance": (0, _MOST),
+    }  # fmt: skip
 
 
 class EngineScale(torch.amp.GradScaler):
@@ -120,6 +128,7 @@ class DeepSpeed(Strategy):
 
     def prepare(self, module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Optimizer]:
         """The module's parameters stay the same objects; what is updated are fp32 pieces of them, laid out flat."""
+        self.all_train(module)
         self.module = module
         exact = {name: p.detach().clone() for name, p in module.named_parameters()} if self.precision != "fp32" else {}
         self.engine, _ = self.accelerator.prepare(module, make_optimizer(recipe, dict(module.named_parameters()), allocate=False))
@@ -217,7 +226,7 @@ class DeepSpeed(Strategy):
                 yield name, key, deepspeed().utils.safe_get_full_optimizer_state(p, key) if value.ndim else value.clone()
 
     @torch.no_grad()
-    def restore(self, stored: Stored, *, extras: bool) -> None:
+    def restore(self, stored: Stored, *, moments: bool, extras: bool) -> None:
         """Tensor by tensor: no process holds more than one whole."""
         stored.check("model", self.shapes(), all_of_them=True)
         stored.fill("model", self.buffers())
@@ -229,7 +238,7 @@ class DeepSpeed(Strategy):
 
         for name, p in self.module.named_parameters():
             self.set_weight(p, read("model", name, p))
-            for key, value in self.optimizer.state[self.pieces()[0]].items():
+            for key, value in self.optimizer.state[self.pieces()[0]].items() if moments else ():
                 moment = read("optimizer", name, value)
                 if moment.ndim:
                     self.set_piece(p, moment, key)
