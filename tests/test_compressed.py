@@ -321,8 +321,6 @@ def test_what_would_never_compress_is_refused(config: Config) -> None:
     path, name = config(BASE), "strategy.name=ddp_powersgd"
     assert "compresses after 6 updates" in refusal(path, [name, "optim.warmup_steps=6"])
     assert "the run ends at 6; write strategy.options.start_step=0" in refusal(path, [name, "strategy.options.start_step=6"])
-    assert "strategy.options.rank=0: must be 1 or more" in refusal(path, [name, "strategy.options.rank=0"])
-    assert "strategy.options.start_step=-1: must be 0 or more" in refusal(path, [name, "strategy.options.start_step=-1"])
     with pytest.raises(configs.ConfigError, match=r"rank=9: no matrix of this model would travel smaller"):
         PowerSGD(PowerSGDOptions(rank=9), 2, {"weight": torch.zeros(32, 32)})
 

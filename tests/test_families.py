@@ -328,7 +328,6 @@ def test_replicas_that_drift_apart_are_found(ranks: Ranks, config: Config) -> No
         (["strategy.name=hsdp", "strategy.shard_size=3"], 4, "strategy.shard_size=3: 4 processes are groups of 2"),
         (["strategy.name=fsdp2", "strategy.options.reshard_after_forward=3"], 4, "must divide the 4 shards; write true, false or 2"),
         (["strategy.name=fsdp2", "strategy.options.cpu_offload=true"], 4, "cpu_offload=true moves weights off a GPU, and this run is on a CPU"),
-        (["strategy.name=fsdp2", "strategy.options.blocks_per_unit=0"], 4, "must be 1 or more"),
         (["strategy.name=local_sgd", "strategy.options.sync_every=4"], 2, "train.max_steps: 6 is no multiple of strategy.options.sync_every=4; write train.max_steps=8"),
         (["strategy.name=diloco", "strategy.options.sync_every=2", "train.checkpoint_every=5"], 2, "train.checkpoint_every: 5 is no multiple"),
         (["strategy.name=diloco", "strategy.options.sync_every=2", "strategy.replicas=3"], 4, "strategy.replicas=3 does not divide 4 processes"),

@@ -1,5 +1,6 @@
 """Models and options that a strategy cannot take are named before step 1; what it can take, trains."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_every_number_among_the_options_has_limits() -> None:
     """Or a strategy says itself what it can be."""
     own = {"reshard_after_forward"}
     for name, cls in OPTIONS.items():
-        hints = {field.name: field.type for field in cls.__dataclass_fields__.values()}  # type: ignore[attr-defined]
+        hints = {field.name: field.type for field in dataclasses.fields(cls)}
         numbers = {field for field, hint in hints.items() if any(kind in str(hint) for kind in ("int", "float"))}
         assert numbers - own == set(getattr(cls, "limits", {})), name
 
@@ -100,9 +101,7 @@ def start_sgd_then(path: Path, second: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("second", [["optim.name=adamw"], ["optim.name=sgd", "optim.momentum=0.9", "strategy.name=zero1"]], ids=str)
-def test_another_optimiser_starts_anew_and_says_so(
-    ranks: Ranks, config: Config, second: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_optimiser_starts_anew_and_says_so(ranks: Ranks, config: Config, second: list[str]) -> None:
     losses = ranks.run(start_sgd_then, config(), second, size=2)[0]
     assert len(losses) == 4
     assert all(loss > 0 for loss in losses)
