@@ -6,7 +6,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +109,15 @@ def waits_for(fault: Fault, folder: Path, base: int, steps: int, evaluated: int)
     return lambda: taken(wanted)
 
 
-def phase(folder: Path, ready: bool, evaluated: int) -> str:
-    """Where the run is, as far as its folder shows."""
+def phase(folder: Path, ready: bool, evaluated: int, damaged: Collection[Path]) -> str:
+    """Where the run is, as far as its folder shows. damaged: checkpoints that were so before it began."""
     if not ready:
         return "start-up"
     names = _names(folder / "checkpoints")
     if any(name.endswith(".tmp") for name in names):
         return "a save"
-    if any(name.startswith("step_") and not (folder / "checkpoints" / name / checkpoint.MANIFEST).exists() for name in names):
+    paths = [path for _, path in checkpoint.numbered(folder / "checkpoints") if path not in damaged]
+    if any(not (path / checkpoint.MANIFEST).exists() for path in paths):
         return "rotation"
     step = last_step(folder / "metrics.jsonl")
     with suppress(OSError, ValueError, IndexError):

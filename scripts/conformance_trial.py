@@ -168,7 +168,7 @@ class Trial:
             return
         time.sleep(fault.delay)
         ready = "ready for step" in launch.text()
-        where = faults.phase(self.folder, ready, EVALUATED)
+        where = faults.phase(self.folder, ready, EVALUATED, self.damaged.values())
         if where == "a step" and fault.moment in ("rotation", "the end"):
             where = {"rotation": "just after a save", "the end": "the end"}[fault.moment]
         step = check.last_step(self.folder / "ledger.jsonl")
