@@ -18,8 +18,8 @@ from pretrain.strategies.base import Strategy
 class DDPOptions:
     bucket_cap_mb: int = 25  # gradients are reduced in buckets of this size
     gradient_as_bucket_view: bool = True  # saves one copy of the gradients
-    static_graph: bool = False
-    limits: ClassVar[Limits] = {"bucket_cap_mb": (1, 1 << 20)}
+    static_graph: bool = False  # the same weights take part in every update: DDP may plan ahead
+    limits: ClassVar[Limits] = {"bucket_cap_mb": (1, 100_000)}
 
 
 class DDP(Strategy):

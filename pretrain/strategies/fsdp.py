@@ -41,8 +41,8 @@ class FSDP1Options:
 class FSDP2Options:
     blocks_per_unit: int = 1  # transformer blocks that are gathered together
     reshard_after_forward: bool | int = True  # free gathered weights after the forward; a number reshards to so many processes
-    cpu_offload: bool = False
-    sync_each_micro: bool = True
+    cpu_offload: bool = False  # weights, gradients and optimiser states live in host memory
+    sync_each_micro: bool = True  # reduce after every micro-batch: gradients stay sharded; False keeps whole ones and reduces once
     limits: ClassVar[Limits] = {"blocks_per_unit": (1, math.inf)}
 
 

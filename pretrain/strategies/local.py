@@ -27,13 +27,13 @@ from pretrain.strategies.base import HOW_MANY, StepResult, Strategy
 class LocalOptions:
     sync_every: int = 8  # updates between synchronisations
     bucket_mb: int = 25  # weights are averaged in buckets of this size
-    limits: ClassVar[Limits] = {"sync_every": (1, math.inf), "bucket_mb": (1, 1 << 20)}
+    limits: ClassVar[Limits] = {"sync_every": (1, math.inf), "bucket_mb": (1, 100_000)}
 
 
 @dataclass(frozen=True)
 class DiLoCoOptions(LocalOptions):
     sync_every: int = 500
-    outer_lr: float = 0.7
+    outer_lr: float = 0.7  # how far the anchor follows what the replicas moved on average
     outer_momentum: float = 0.9  # Nesterov's
     limits: ClassVar[Limits] = {**LocalOptions.limits, "outer_lr": (1e-6, 100), "outer_momentum": (0, 0.9999)}
 
