@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import conformance_check as check
 import conformance_faults as faults
 import numpy as np
-from conformance_launch import BIN, Disk, Launch, adopt, alive, end_all, in_fork
+from conformance_launch import BIN, Disk, Launch, adopt, end_all, in_fork
 
 from pretrain import checkpoint, shards
 from pretrain.runfolder import read_status
@@ -307,5 +308,6 @@ def serve(setting: Setting, slot: int, with_disk: bool, pipe: Any) -> None:
     except (KeyboardInterrupt, EOFError):
         pass
     finally:
-        if alive():
-            end_all()
+        for number in (signal.SIGTERM, signal.SIGINT):  # a group and our parent may both tell us to end
+            signal.signal(number, signal.SIG_IGN)
+        end_all()
