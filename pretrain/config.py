@@ -121,9 +121,14 @@ class Train:
     sample_every: int = key(0, "updates between printed samples; 0 prints none", free=True)
     sample_prompt: str = key("", "what a printed sample continues; empty starts a new document", free=True)
     compile: Literal["auto", "off", "block", "whole"] = key("auto", "torch.compile: each block, or the whole model", free=True)
-    nonfinite: Literal["stop", "skip"] = key(
-        "stop", "after an update with a NaN or infinite gradient (never applied): end, or go on", free=True
+    nonfinite: Literal["stop", "skip", "rollback"] = key(
+        "stop", "after an update with a NaN or infinite gradient (never applied): end, go on, or go back to the last checkpoint and past these windows",
+        free=True,
+    )  # fmt: skip
+    spike: float = key(
+        0.0, "go back as well after a loss so many robust standard deviations above the 128 before it; 0 never does", free=True
     )
+    rollbacks: int = key(3, "go back at most so often", free=True)
     check_replicas_every: int = key(0, "updates between comparisons of the replicas' weights, bit by bit; 0 never compares", free=True)
     time_limit: str | None = key(
         None, "stop with a checkpoint before the launch is so old: `3h50m`, `45m`, `1d12h`; what saving takes is allowed for", free=True
@@ -463,7 +468,8 @@ def _contradictions(cfg: Config) -> list[str]:
         if value is not None and value <= 0:
             found.append(f"{name}: must be above 0, found {value}")
     for name in ("optim.lr", "optim.weight_decay", "optim.grad_clip", "optim.warmup_steps", "optim.eps", "train.eval_every",
-                 "train.checkpoint_every", "train.keep_every", "train.sample_every", "train.check_replicas_every", "train.hang_timeout"):  # fmt: skip
+                 "train.checkpoint_every", "train.keep_every", "train.sample_every", "train.check_replicas_every", "train.hang_timeout",
+                 "train.spike", "train.rollbacks"):  # fmt: skip
         if not _get(cfg, name) >= 0:
             found.append(f"{name}: must not be below 0, found {_get(cfg, name)}")
     for name, value in (

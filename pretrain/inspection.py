@@ -58,10 +58,17 @@ def check_ledger(path: Path) -> list[str]:
     if not path.exists():
         raise ConfigError(f"{path} is missing: no step was taken")
     history: dict[int, tuple[int, int]] = {}
+    passed_over: dict[int, int] = {}  # first window -> end
     repeated = retried = 0
     restarts = set()
     for line in path.read_text("utf-8").splitlines():
         entry = json.loads(line)
+        if "passed_over" in entry:
+            begin, passed_over[begin] = entry["passed_over"]
+            given_up = [step for step in history if step > entry["back_to"]]
+            repeated += len(given_up)
+            history = {step: span for step, span in history.items() if step not in given_up}
+            continue
         restarts.add(entry["restart"])
         step = entry["step"]
         if entry["attempt"]:
@@ -75,13 +82,17 @@ def check_ledger(path: Path) -> list[str]:
     position = 0
     for step in sorted(history):
         start, stop = history[step]
+        while position < start and position in passed_over:
+            position = passed_over[position]
         if start != position:
             what = "skipped" if start > position else "trained on twice"
             raise ConfigError(
                 f"{path}: step {step} starts at position {start:,}, the step before it ended at {position:,}: windows were {what}"
             )
         position = stop
+    left_out = sum(end - begin for begin, end in passed_over.items())
     return [
         f"ledger      steps {min(history):,} to {max(history):,} join without gap or overlap: positions 0 to {position:,}, each window once per epoch",
         f"            {len(restarts)} starts; {repeated:,} steps were taken again after a restart, {retried:,} retried at a lower loss scale",
+        *([f"            {left_out:,} windows were passed over by rollbacks"] if left_out else ()),
     ]

@@ -24,6 +24,7 @@ class Progress:
     wire_bytes_total: int = 0
     restarts: int = 0
     attempt: int = 0  # retries of the current update
+    passed_over: list[list[int]] = field(default_factory=list)  # [first, end) of the windows that a rollback leaves out
 
 
 @dataclass

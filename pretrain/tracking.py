@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import Config, ConfigError
+from pretrain.runfolder import cut_back
 
 
 def check(cfg: Config) -> None:
@@ -22,7 +23,8 @@ class Tracker:
     """Main process only: whole lines, each once per step."""
 
     def __init__(self, cfg: Config, facts: Mapping[str, Any], start_step: int, say: Callable[[str], None]) -> None:
-        self._file = open(cfg.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 — closed by finish
+        self._path = cfg.folder / "metrics.jsonl"
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 — closed by finish
         self._say = say
         self._copies: dict[str, Any] = {}
         if cfg.track.wandb != "off":
@@ -38,6 +40,12 @@ class Tracker:
         for name, tracker in list(self._copies.items()):
             step = None if name == "wandb" else metrics["step"]  # W&B drops repeated steps: there it is a metric like any other
             self._guarded(name, lambda t=tracker, s=step: t.log(dict(metrics), step=s))  # type: ignore[misc]
+
+    def cut_back(self, step: int) -> None:
+        """What came after `step` has not happened. W&B and TensorBoard keep it, and get the steps again."""
+        self._file.close()
+        cut_back(self._path, step if step else -1)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 — closed by finish
 
     def finish(self) -> None:
         self._file.close()

@@ -32,10 +32,11 @@ from pretrain.launched import launched_strategy
 from pretrain.loader import GlobalBatch, evaluation_batches
 from pretrain.optim import lr_at, set_lr
 from pretrain.resume import Progress
+from pretrain.rollback import go_back, past
 from pretrain.shards import ShardError
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, StepResult
-from pretrain.watch import NonFinite, ReplicasDiffer, Watch, compare_replicas
+from pretrain.watch import GoBack, NonFinite, ReplicasDiffer, Watch, compare_replicas
 
 STOPPED, REFUSED, FAILED = 75, 2, 1
 _MAIN_PROCESS_SECONDS = 20  # in which the main process has found what another rank found before there was a process group
@@ -84,8 +85,19 @@ def main(arguments: list[str]) -> int:
 
 def train(job: Job, progress: Progress) -> str | None:
     """Train to the end (None), or until all ranks agree to stop (the reason)."""
-    every = job.cfg.train
     watch = Watch(job, progress.step)
+    if progress.step == 0 and (job.cfg.train.nonfinite == "rollback" or job.cfg.train.spike):
+        job.saver.step = -1  # the start is something to go back to
+        save(job, progress, watch, must=False)
+    while True:
+        try:
+            return train_on(job, progress, watch)
+        except GoBack as found:
+            go_back(job, progress, watch, found)
+
+
+def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
+    every = job.cfg.train
     if progress.step == 0:
         evaluate(job, progress)
     while not job.layout.finished(progress.step, progress.position):
@@ -94,12 +106,13 @@ def train(job: Job, progress: Progress) -> str | None:
             return reason
         with watch.hang:
             step = progress.step + 1
+            progress.position = past(progress.passed_over, progress.position)
             batch, loss_sum, result = update(job, step, progress.position)
             record_windows(job, progress, batch)
             if job.strategy.must_retry(result):
                 progress.attempt += 1
                 continue
-            watch.note(step, loss_sum, result)
+            watch.note(step, batch, loss_sum, result)
             advance(job, progress, batch)
             last = job.layout.finished(step, batch.stop)
             if last or step % every.log_every == 0:  # waits for the device: where a hang shows on GPUs

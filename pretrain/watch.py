@@ -18,6 +18,7 @@ from pretrain.loader import GlobalBatch
 from pretrain.model import tensors_hash
 from pretrain.optim import local, lr_at
 from pretrain.resume import Progress
+from pretrain.spikes import Spikes
 from pretrain.strategies import StepResult
 from pretrain.throughput import peak_memory_bytes
 
@@ -30,19 +31,38 @@ class NonFinite(RuntimeError):
         self.step, self.rank = step, rank
 
 
+class GoBack(Exception):
+    """What to go back for: the step, its windows [first, end), and the rank whose loss it was, if it was one's."""
+
+    def __init__(self, message: str, step: int, windows: tuple[int, int], rank: int | None = None) -> None:
+        super().__init__(message)
+        self.step, self.windows, self.rank = step, windows, rank
+
+
 class Watch:
     """Sees every update on the device, and looks at what it saw once per logging interval and before each save."""
 
     def __init__(self, job: Job, step: int) -> None:
-        self.job, self.logged_step = job, step
-        device = job.clock.device
+        self.job = job
+        self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
+        self.begin(step)
+
+    def begin(self, step: int) -> None:
+        """Nothing has been seen yet: training goes on after `step`."""
+        device = self.job.clock.device
+        self.logged_step = step
         self.refused = torch.zeros((), device=device)  # updates since the last log line
         self.first_refused = torch.zeros((), device=device)  # step, 0 for none
         self.first_bad_loss = torch.zeros((), device=device)  # the same, for this rank's own loss
-        self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
-        job.clock.begin()
+        self.seen: list[GlobalBatch] = []  # since the last log line
+        self.losses: list[Tensor] = []  # of these, where spikes are looked for
+        self.spikes = Spikes(self.job.cfg.train.spike)
+        self.job.clock.begin()
 
-    def note(self, step: int, loss_sum: Tensor, result: StepResult) -> None:
+    def note(self, step: int, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
+        self.seen.append(batch)
+        if self.job.cfg.train.spike:
+            self.losses.append(loss_sum)
         refused = (~result.applied).float()
         self.refused += refused
         self.first_refused += torch.where(self.first_refused == 0, refused * step, 0.0)
@@ -60,17 +80,35 @@ class Watch:
         )
         rows: list[list[float]] = self.job.strategy.accelerator.gather(row[None]).tolist()
         refused = [row[0] for row in rows if row[0]]  # replicas that train apart refuse apart
-        if refused and self.job.cfg.train.nonfinite == "stop":
+        if refused and (reaction := self.job.cfg.train.nonfinite) != "skip":
             step = int(min(refused))
             culprit = next((rank for rank, (_, bad, *_) in enumerate(rows) if bad == step), None)
             whose = "every rank's loss was finite" if culprit is None else f"rank {culprit} had a loss that is not finite"
+            if reaction == "rollback":
+                raise GoBack(f"the gradient of step {step:,} was not finite ({whose})", step, self.windows_of(step), culprit)
             raise NonFinite(f"the gradient of step {step:,} was not finite ({whose}); its update and later such were not applied; "
                             "train.nonfinite=skip goes on instead", step, culprit)  # fmt: skip
         return rows
 
+    def windows_of(self, step: int) -> tuple[int, int]:
+        batch = self.seen[step - self.logged_step - 1]
+        return batch.start, batch.stop
+
+    def find_spike(self, rows: list[list[float]]) -> None:
+        """`rows`: every rank's loss sums of the steps since the last log line. Raises GoBack, on all ranks alike."""
+        losses = [sum(column) / batch.tokens for column, batch in zip(zip(*rows, strict=True), self.seen, strict=True)]
+        index = self.spikes.first(losses)
+        if index is not None:
+            step = self.logged_step + 1 + index
+            score = self.spikes.score(losses[index])
+            raise GoBack(f"the loss of step {step:,}, {losses[index]:.4f}, lies {score:.1f} deviations above those before it",
+                         step, self.windows_of(step))  # fmt: skip
+
     def log(self, progress: Progress, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
         job = self.job
-        rows = self.gather(loss_sum, result.grad_norm, self.refused)
+        rows = self.gather(loss_sum, result.grad_norm, self.refused, *self.losses)
+        if self.losses:
+            self.find_spike([row[6:] for row in rows])
         seconds, data_seconds = job.clock.interval()
         steps = progress.step - self.logged_step
         wire = job.strategy.wire(progress.step)
@@ -100,6 +138,7 @@ class Watch:
         }
         progress.train_seconds = job.clock.train_seconds
         self.logged_step = progress.step
+        self.seen, self.losses = [], []
         self.refused.zero_()
         gc.collect(1)  # here, on every rank at once, and nowhere else
         if job.tracker:

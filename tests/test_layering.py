@@ -13,11 +13,12 @@ PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
     {"config", "shards", "order", "launched", "ranks"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "throughput", "collectives", *CORPUS},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
     {"resume", "saver", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},
     {"watch"},
+    {"rollback"},
     {"train"},
     {"parity"},
     {"cli"},
