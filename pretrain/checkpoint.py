@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -301,11 +301,13 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def rotate(folder: Path, newest: int, keep_last: int, keep_every: int) -> None:
-    """Delete old checkpoints, now that the one at step `newest` stands. Later steps are not of this history: left alone."""
+def rotate(folder: Path, newest: int, keep_last: int, keep_every: int, damaged: Collection[Path] = ()) -> None:
+    """Delete old checkpoints, now that the one at step `newest` stands. Later steps are not of this history: left alone. What is known to be
+    damaged does not count among those to keep."""
     ours = sorted((step, path) for step, path in numbered(folder) if step <= newest and (path / MANIFEST).exists())
-    for step, path in ours[:-keep_last]:
-        if not keep_every or step % keep_every:
+    whole = [step for step, path in ours if path not in damaged]
+    for step, path in ours:
+        if step < min(whole[-keep_last:]) and (not keep_every or step % keep_every or path in damaged):
             (path / MANIFEST).unlink()  # first: a deletion that is cut short leaves nothing that looks complete
             shutil.rmtree(path)
 

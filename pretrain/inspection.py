@@ -59,10 +59,14 @@ def check_ledger(path: Path) -> list[str]:
         raise ConfigError(f"{path} is missing: no step was taken")
     history: dict[int, tuple[int, int]] = {}
     passed_over: dict[int, int] = {}  # first window -> end
-    repeated = retried = 0
+    repeated = retried = torn = 0
     restarts = set()
     for line in path.read_text("utf-8").splitlines():
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            torn += 1
+            continue
         if "passed_over" in entry:
             begin, passed_over[begin] = entry["passed_over"]
             given_up = [step for step in history if step > entry["back_to"]]
@@ -94,5 +98,6 @@ def check_ledger(path: Path) -> list[str]:
     return [
         f"ledger      steps {min(history):,} to {max(history):,} join without gap or overlap: positions 0 to {position:,}, each window once per epoch",
         f"            {len(restarts)} starts; {repeated:,} steps were taken again after a restart, {retried:,} retried at a lower loss scale",
+        *([f"            {torn} lines are torn"] if torn else ()),
         *([f"            {left_out:,} windows were passed over by rollbacks"] if left_out else ()),
     ]

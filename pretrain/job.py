@@ -56,6 +56,7 @@ class Job:
     saver: Saver
     described: dict[str, Any]  # model.json
     tracker: Tracker | None  # main process only
+    ledger: runfolder.Lines | None  # main process only
     tokenizer: Any  # main process only, None where the set has none
     peak: tuple[str, float] | None
     flops_per_token: float
@@ -100,6 +101,8 @@ def start(
     _own_folder(cfg, world, control)
     tell = say if world.rank == 0 else silent
     found = _find_start(cfg, numbers, tell, control)
+    if world.rank == 0:
+        runfolder.Status(cfg.folder, 0).write("running", step=found.progress.step)
     progress, changed = found.progress, check_settings(cfg, found, strategy.identity())
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
@@ -118,9 +121,10 @@ def start(
     loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, progress.step, numbers.steps, tell)
+    saver.damaged.update(found.damaged)
     saver.seconds = found.numbers.get("save_seconds", 0.0)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
-              control, saver, described, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
+              control, saver, described, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     notes = [*notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
@@ -209,11 +213,15 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     cfg, folder = job.cfg, job.cfg.folder
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint.clean(folder / "checkpoints")
+    for leftover in folder.glob("*.json.*.tmp"):  # of a file that was being replaced
+        leftover.unlink()
+    job.ledger = runfolder.Lines(folder / "ledger.jsonl", job.say)
     for line in runfolder.record_config(folder, to_dict(cfg), facts):
         job.say(f"changed since the last start: {line}")
     if files := runfolder.record_code(folder):
         job.say(f"code changed since the first start: {', '.join(files)}")
     runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step else -1)
+    runfolder.cut_torn_line(folder / "ledger.jsonl")
     source = Path(cfg.data.train[0].path) / "tokenizer"
     if source.is_dir() and not (folder / "tokenizer").exists():
         shutil.copytree(source, folder / "tokenizer")

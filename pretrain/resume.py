@@ -32,6 +32,7 @@ class Start:
     progress: Progress
     checkpoint: Path | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    damaged: list[Path] = field(default_factory=list)  # newer checkpoints that were passed over
 
 
 def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGroup | None = None) -> Start:
@@ -49,7 +50,7 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     numbers = broadcast(group, checkpoint.read_json(path, "state.json") if main else {})
     progress = Progress(**numbers["progress"])
     progress.restarts += 1
-    return Start(progress, path, numbers)
+    return Start(progress, path, numbers, paths[: paths.index(path)])
 
 
 def _candidates(cfg: Config) -> tuple[list[Path], str]:

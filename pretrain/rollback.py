@@ -1,6 +1,5 @@
 """Going back to the last checkpoint after an update that was not finite or a loss that jumped, and on past the windows that caused it."""
 
-import json
 import shutil
 
 from pretrain import checkpoint
@@ -43,9 +42,8 @@ def past(windows: list[list[int]], position: int) -> int:
 
 def _rewrite_history(job: Job, progress: Progress, found: GoBack) -> None:
     """What came after the checkpoint has not happened: a restart must not go on from it."""
-    line = {"step": found.step, "restart": progress.restarts, "back_to": progress.step, "passed_over": list(found.windows)}
-    with open(job.cfg.folder / "ledger.jsonl", "a", encoding="utf-8") as ledger:
-        ledger.write(json.dumps(line) + "\n")
+    if job.ledger:
+        job.ledger.write({"step": found.step, "restart": progress.restarts, "back_to": progress.step, "passed_over": list(found.windows)})
     for step, path in checkpoint.numbered(job.saver.folder):
         if progress.step < step <= job.layout.steps:
             (path / checkpoint.MANIFEST).unlink(missing_ok=True)

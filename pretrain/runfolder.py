@@ -1,5 +1,6 @@
 """One folder per run, with one owner: its lock, its status, what ran in it, and its line-by-line records."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -8,7 +9,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,8 +23,37 @@ PACKAGE = Path(__file__).parent
 
 def write_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class Lines:
+    """A file of JSON lines. What cannot be written, on a full disk, is kept and written with what comes next."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self.path, self.say = path, say
+        self._waiting: list[str] = []
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._waiting.append(json.dumps(record) + "\n")
+        size = 0
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.tell()
+                text = "".join(self._waiting).encode()
+                if file.write(text) < len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._waiting.clear()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                self.say(f"{self.path} cannot be written: {error.strerror}; its lines are kept in memory until there is room")
+            if size:
+                with suppress(OSError):
+                    os.truncate(self.path, size)  # half a line
 
 
 _owned: dict[Path, IO[str] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives
@@ -169,6 +200,13 @@ def cut_back(path: Path, step: int) -> None:
         except (ValueError, KeyError):
             continue
     write_atomic(path, "".join(kept))
+
+
+def cut_torn_line(path: Path) -> None:
+    """Drop what a loss of power left of a last line: the next one would be joined to it."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ class Saver:
         self.folder, self.group, self.train, self.say = folder, group, train, say
         self.steps = steps  # of the run
         self.step = step  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
+        self.damaged: set[Path] = set()  # checkpoints that this run has passed over, and not yet written anew
         self.seconds = 0.0  # the longest that one took, copying included
         self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
         self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes
@@ -80,6 +81,7 @@ class Saver:
                      "earlier checkpoints stand, the next interval tries again")  # fmt: skip
             return error
         self.step = step
+        self.damaged.discard(path)
         self.seconds = max(self.seconds, time.perf_counter() - began)
         if rank_in(self.group) == 0:
             self._rotate(step)
@@ -91,6 +93,6 @@ class Saver:
 
     def _rotate(self, step: int) -> None:
         try:
-            checkpoint.rotate(self.folder, step, self.train.keep_last, self.train.keep_every)
+            checkpoint.rotate(self.folder, step, self.train.keep_last, self.train.keep_every, self.damaged)
         except OSError as error:
             self.say(f"step {step:,}: an old checkpoint could not be deleted: {error}; delete it by hand")

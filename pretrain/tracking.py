@@ -1,6 +1,5 @@
 """metrics.jsonl is the truth; W&B and TensorBoard get copies through Accelerate's trackers, and may fail without consequence."""
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import Config, ConfigError
-from pretrain.runfolder import cut_back
+from pretrain.runfolder import Lines, cut_back
 
 
 def check(cfg: Config) -> None:
@@ -23,8 +22,7 @@ class Tracker:
     """Main process only: whole lines, each once per step."""
 
     def __init__(self, cfg: Config, facts: Mapping[str, Any], start_step: int, say: Callable[[str], None]) -> None:
-        self._path = cfg.folder / "metrics.jsonl"
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 — closed by finish
+        self._lines = Lines(cfg.folder / "metrics.jsonl", say)
         self._say = say
         self._copies: dict[str, Any] = {}
         if cfg.track.wandb != "off":
@@ -35,20 +33,16 @@ class Tracker:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """`metrics` holds `step`. A number that is not finite is null in the file, since JSON has no word for it."""
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(plain) + "\n")
-        self._file.flush()
+        self._lines.write(plain)
         for name, tracker in list(self._copies.items()):
             step = None if name == "wandb" else metrics["step"]  # W&B drops repeated steps: there it is a metric like any other
             self._guarded(name, lambda t=tracker, s=step: t.log(dict(metrics), step=s))  # type: ignore[misc]
 
     def cut_back(self, step: int) -> None:
         """What came after `step` has not happened. W&B and TensorBoard keep it, and get the steps again."""
-        self._file.close()
-        cut_back(self._path, step if step else -1)
-        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 — closed by finish
+        cut_back(self._lines.path, step if step else -1)
 
     def finish(self) -> None:
-        self._file.close()
         for name, tracker in list(self._copies.items()):
             self._guarded(name, tracker.finish)
 

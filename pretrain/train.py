@@ -8,7 +8,6 @@ the true exit status: 0 done, 2 for what you can mend, 1 for a failure, 75 for "
 
 import gc
 import hashlib
-import json
 import os
 import sys
 import time
@@ -160,11 +159,10 @@ def advance(job: Job, progress: Progress, batch: GlobalBatch) -> None:
 
 def record_windows(job: Job, progress: Progress, batch: GlobalBatch) -> None:
     """The ledger: who trained on what, over all restarts."""
-    if job.is_main:
+    if job.ledger:
         line = {"step": progress.step + 1, "restart": progress.restarts, "attempt": progress.attempt,
                 "position": [batch.start, batch.stop], "windows": batch.windows_hash}  # fmt: skip
-        with open(job.cfg.folder / "ledger.jsonl", "a", encoding="utf-8") as ledger:
-            ledger.write(json.dumps(line) + "\n")
+        job.ledger.write(line)
 
 
 def evaluate(job: Job, progress: Progress) -> None:

@@ -16,7 +16,7 @@ from pretrain.runfolder import read_status
 
 # How fast, how much memory and in which start a step was taken, and what a resumed local method knows when it next meets: may differ.
 MAY_DIFFER = {"tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds", "data_seconds", "train_seconds", "peak_memory_bytes",
-              "restarts", "time", "replica_distance", "replica_drift", "pseudo_gradient_cosine"}  # fmt: skip
+              "restarts", "time"}  # fmt: skip
 Line = dict[str, Any]
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,20 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "optim": {"lr": 1e-2},
     "train": {"max_steps": 6, "log_every": 1, "eval_every": 0, "compile": "off", "hang_timeout": 0},
 }
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 5 MB."""
+    place = tmp_path / "small disk"
+    place.mkdir()
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("needs root and mount, to make a small file system")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mount -t tmpfs: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,23 +157,10 @@ def test_a_save_that_fails_says_so_and_cleans_up(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """2 MB of real file system."""
-    if os.geteuid() or shutil.which("mount") is None:
-        pytest.skip("needs root and mount, to make a file system that can be full")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True).returncode:
-        pytest.skip("mount refuses a tmpfs here (CAP_SYS_ADMIN is missing)")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_is_named_and_the_old_checkpoint_stands(small_disk: Path) -> None:
     old = save_one(small_disk, 1)
     with pytest.raises(CheckpointError, match=r"cannot write .*step_00000002\.tmp: rank 0: .*(No space left on device|os error 28)"):
-        save_one(small_disk, 2, {"model": {"large": torch.randn(10**6)}})
+        save_one(small_disk, 2, {"model": {"large": torch.randn(2 * 10**6)}})
     assert verify(old) is None
     assert [p.name for p in small_disk.iterdir()] == ["step_00000001"]
 
@@ -253,6 +239,18 @@ def test_rotation_leaves_other_histories_alone_and_counts_only_what_is_whole(tmp
     save_one(tmp_path, 4, tensors)
     rotate(tmp_path, 4, keep_last=2, keep_every=0)
     assert steps_in(tmp_path) == [2, 3, 4, 1000]
+
+
+def test_what_is_known_to_be_damaged_is_not_among_those_to_keep(tmp_path: Path) -> None:
+    """B74: whole ones are counted; a damaged one goes when the whole ones before it would."""
+    tensors = {"model": {"w": torch.zeros(2)}}
+    for step in (1, 2, 3, 4):
+        save_one(tmp_path, step, tensors)
+    rotate(tmp_path, 4, keep_last=2, keep_every=0, damaged={path_of(tmp_path, 3)})
+    assert steps_in(tmp_path) == [2, 3, 4]
+    save_one(tmp_path, 5, tensors)
+    rotate(tmp_path, 5, keep_last=2, keep_every=3, damaged={path_of(tmp_path, 3)})
+    assert steps_in(tmp_path) == [4, 5]
 
 
 def test_a_rotation_that_is_cut_short_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,6 @@ from safetensors.numpy import load_file, save_file
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "conformance.py"
 pytestmark = pytest.mark.launch
-try:
-    slow = pytest.mark.slow
-except pytest.fail.Exception:  # until pyproject.toml knows the marker
-    slow = pytest.mark.skip(reason="needs the marker `slow`")
 
 
 def conformance(*arguments: object, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -36,7 +32,7 @@ def test_a_few_faults_of_a_fixed_seed() -> None:
     assert int(found[1]) > 8
 
 
-@slow
+@pytest.mark.slow
 def test_many_faults_in_every_strategy() -> None:
     done = conformance("--minutes", 20, seconds=2400)
     assert done.returncode == 0, done.stdout + done.stderr

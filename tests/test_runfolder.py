@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +16,12 @@ from omegaconf import OmegaConf
 from pretrain import runfolder as subject
 from pretrain.config import ConfigError
 from pretrain.runfolder import (
+    Lines,
     Status,
     changed_keys,
     claim,
     cut_back,
+    cut_torn_line,
     in_use,
     is_ours,
     join,
@@ -195,3 +198,28 @@ def test_code_is_kept_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_changed_keys_in_order() -> None:
     assert changed_keys({"b": 1, "a": 2, "same": 0}, {"b": 2, "same": 0, "c": None}) == ["a: 2 -> None", "b: 1 -> 2"]
     assert changed_keys({"a": json.loads("[0.9, 0.95]")}, {"a": [0.9, 0.95]}) == []
+
+
+def test_lines_outlive_a_full_disk(small_disk: Path) -> None:
+    """What could not be written comes with the next line, none torn, none twice; it is said once."""
+    said: list[str] = []
+    lines, ballast = Lines(small_disk / "lines.jsonl", said.append), small_disk / "ballast"
+    lines.write({"step": 0, "text": "x" * 4000})
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    for step in (1, 2, 3):
+        lines.write({"step": step, "text": "x" * 4000})
+    (line,) = said
+    assert "No space left on device; its lines are kept in memory" in line
+    assert lines.path.read_text().count("\n") == 1
+    ballast.unlink()
+    lines.write({"step": 4})
+    assert [json.loads(line)["step"] for line in lines.path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for content, kept in (('{"a": 1}\n{"b": 2}\n', 2), ('{"a": 1}\n{"b"', 1), ('{"a"', 0), ("", 0)):
+        path.write_text(content)
+        cut_torn_line(path)
+        assert len(path.read_text().splitlines()) == kept
+    cut_torn_line(tmp_path / "none")

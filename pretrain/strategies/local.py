@@ -259,9 +259,14 @@ class LocalSGD(Strategy):
             for name, moment in self.optimizer_state(replica.optimizer).items() if not state["extras"] and state["optimizer"] else ():
                 moment.copy_(state["optimizer"][name])
 
+    def numbers(self) -> dict[str, Any]:
+        return {**super().numbers(), "telemetry": {name: float(value) for name, value in self._telemetry.items()}}
+
     def load_numbers(self, numbers: Mapping[str, Any]) -> list[str]:
         notes = super().load_numbers(numbers)
         self.steps = numbers["progress"]["step"]
+        if numbers.get("extras") == self.extras_kind():
+            self._telemetry = {name: torch.tensor(value) for name, value in numbers["telemetry"].items()}
         return notes
 
     def wire(self, step: int) -> int:
