@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pretrain.hashed_file import BLOCK, HashedFile
 from pretrain.ranks import gather, rank_in
 
 GROUPS = ("model", "optimizer", "extras")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
-_BLOCK = 1 << 22  # bytes written and hashed at a time
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
     torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -158,15 +158,11 @@ def write_safetensors(path: Path, part: Sequence[Piece]) -> dict[str, Any]:
         header[piece.name] = {"dtype": _DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    digest = xxhash.xxh3_128()
-    with open(path, "wb") as file:
-        _write_blocks(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
+    with HashedFile(path) as file:
+        file.write(memoryview(len(text).to_bytes(8, "little") + text))
         for piece in part:
-            flat = piece.tensor.contiguous().reshape(-1).view(torch.uint8)
-            _write_blocks(file, digest, flat.numpy().data)
-        size = file.tell()
-        _sync(file)
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+            file.write(piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return file.entry
 
 
 def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -259,7 +255,7 @@ def _check(path: Path, name: str, entry: Mapping[str, Any]) -> str | None:
     digest = xxhash.xxh3_128()
     try:
         with open(file, "rb") as f:
-            while block := f.read(_BLOCK):
+            while block := f.read(BLOCK):
                 digest.update(block)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
@@ -332,25 +328,11 @@ def _together(act: Callable[[], T] | None, group: dist.ProcessGroup | None, fail
     return [outcome for outcome, _ in outcomes]
 
 
-def _write_blocks(file: IO[bytes], digest: Any, data: memoryview) -> None:
-    for begin in range(0, len(data), _BLOCK):
-        block = data[begin : begin + _BLOCK]
-        file.write(block)
-        digest.update(block)
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the manifest's entry."""
-    digest, text = xxhash.xxh3_128(), json.dumps(content, indent=1).encode()
-    with open(path, "wb") as file:
-        _write_blocks(file, digest, memoryview(text))
-        _sync(file)
-    return {"bytes": len(text), "xxh3_128": digest.hexdigest()}
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    with HashedFile(path) as file:
+        file.write(memoryview(json.dumps(content, indent=1).encode()))
+    return file.entry
 
 
 def _sync_folder(folder: Path) -> None:

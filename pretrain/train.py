@@ -103,19 +103,9 @@ def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
         if (reason := job.stops.agreed(job.control)) and job.strategy.may_save(progress.step):
             save(job, progress, watch, must=True)
             return reason
-        with watch.hang:
-            step = progress.step + 1
-            progress.position = past(progress.passed_over, progress.position)
-            batch, loss_sum, result = update(job, step, progress.position)
-            record_windows(job, progress, batch)
-            if job.strategy.must_retry(result):
-                progress.attempt += 1
-                continue
-            watch.note(step, batch, loss_sum, result)
-            advance(job, progress, batch)
-            last = job.layout.finished(step, batch.stop)
-            if last or step % every.log_every == 0:  # waits for the device: where a hang shows on GPUs
-                watch.log(progress, batch, loss_sum, result)
+        if not take_step(job, progress, watch):
+            continue
+        step, last = progress.step, job.layout.finished(progress.step, progress.position)
         if every.check_replicas_every and step % every.check_replicas_every == 0:
             compare_replicas(job, step)
         if every.eval_every and (last or step % every.eval_every == 0):
@@ -125,6 +115,23 @@ def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
         if last or (every.checkpoint_every and step % every.checkpoint_every == 0):
             save(job, progress, watch, must=last)
     return None
+
+
+def take_step(job: Job, progress: Progress, watch: Watch) -> bool:
+    """One update and its records. False where fp16 overflowed and the same windows are to be tried again."""
+    with watch.hang:
+        step = progress.step + 1
+        progress.position = past(progress.passed_over, progress.position)
+        batch, loss_sum, result = update(job, step, progress.position)
+        record_windows(job, progress, batch)
+        if job.strategy.must_retry(result):
+            progress.attempt += 1
+            return False
+        watch.note(step, batch, loss_sum, result)
+        advance(job, progress, batch)
+        if step % job.cfg.train.log_every == 0 or job.layout.finished(step, batch.stop):  # waits for the device: where a hang shows on GPUs
+            watch.log(progress, batch, loss_sum, result)
+    return True
 
 
 def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, StepResult]:

@@ -19,7 +19,7 @@ from pretrain import config, launch, shards
 from pretrain.job import Job, start
 from pretrain.resume import Progress
 from pretrain.stopping import StopRequests
-from pretrain.train import advance, record_windows, update
+from pretrain.train import take_step
 from pretrain.watch import Watch
 
 _CONFIG = """
@@ -49,13 +49,7 @@ def _ours(job: Job, progress: Progress, watch: Watch) -> float:
     began = time.perf_counter()
     for _ in range(_STEPS):
         assert job.stops.agreed(job.control) is None
-        with watch.hang:
-            batch, loss_sum, result = update(job, progress.step + 1, progress.position)
-            record_windows(job, progress, batch)
-        watch.note(progress.step + 1, loss_sum, result)
-        advance(job, progress, batch)
-        if progress.step % job.cfg.train.log_every == 0:
-            watch.log(progress, batch, loss_sum, result)
+        assert take_step(job, progress, watch)
     _synchronize(job)
     return (time.perf_counter() - began) / _STEPS
 

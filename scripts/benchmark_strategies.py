@@ -34,7 +34,7 @@ from pretrain.optim import make_recipe, parameter_groups
 from pretrain.resume import Progress
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, release
-from pretrain.train import advance, record_windows, update
+from pretrain.train import take_step
 from pretrain.watch import Watch
 
 NAMES = ("ddp", "zero1", "fsdp2", "deepspeed2")
@@ -113,13 +113,7 @@ def timed(act: Callable[[], object]) -> float:
 def our_steps(job: Job, progress: Progress, watch: Watch) -> None:
     for _ in range(_STEPS):
         assert job.stops.agreed(job.control) is None
-        with watch.hang:
-            batch, loss_sum, result = update(job, progress.step + 1, progress.position)
-            record_windows(job, progress, batch)
-        watch.note(progress.step + 1, loss_sum, result)
-        advance(job, progress, batch)
-        if progress.step % job.cfg.train.log_every == 0:
-            watch.log(progress, batch, loss_sum, result)
+        assert take_step(job, progress, watch)
 
 
 def groups_of(module: nn.Module, cfg: config.Config) -> list[dict[str, Any]]:

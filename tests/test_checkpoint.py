@@ -113,7 +113,7 @@ class Killed(BaseException):
     """Ends a save as a kill would: nothing of ours catches it."""
 
 
-KILL_POINTS = ["write_safetensors", "_write_blocks", "_sync", "_sync_folder", "_write_json", "Path.rename"]
+KILL_POINTS = ["write_safetensors", "HashedFile", "os.fsync", "_sync_folder", "_write_json", "Path.rename"]
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
@@ -123,7 +123,7 @@ def test_a_save_that_is_killed_leaves_the_old_checkpoint_and_nothing_like_a_new_
 ) -> None:
     save_one(tmp_path, 3)
     calls = iter(range(10**6))
-    owner, name = (Path, "rename") if point == "Path.rename" else (subject, point)
+    owner, name = {"Path.rename": (Path, "rename"), "os.fsync": (os, "fsync")}.get(point, (subject, point))
     original = getattr(owner, name)
 
     def killing(*args: Any, **more: Any) -> Any:
@@ -295,17 +295,17 @@ def save_in_group(folder: Path) -> int:
 def load_in_group(folder: Path) -> bool:
     """Right after other ranks have saved: nobody reads what is not there yet."""
     group = control_group()
-    original = subject._sync
+    original = os.fsync
 
-    def slowly(file: Any) -> None:
+    def slowly(file: int) -> None:
         time.sleep(0.05)
         original(file)
 
-    subject._sync = slowly
+    os.fsync = slowly
     try:
         path = save(folder, 6, some_tensors(2), NUMBERS, MODEL, group)
     finally:
-        subject._sync = original
+        os.fsync = original
     found = blank(some_tensors())
     load(path, found)
     assert_same_bits(found, some_tensors(2))
@@ -344,7 +344,7 @@ def fail_on_one(folder: Path, culprit: int, where: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("culprit", "where"), [(1, "_sync"), (2, "write_safetensors"), (0, "_write_json")])
+@pytest.mark.parametrize(("culprit", "where"), [(1, "HashedFile"), (2, "write_safetensors"), (0, "_write_json")])
 def test_what_fails_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path, culprit: int, where: str) -> None:
     """And nothing that looks like a checkpoint is left."""
     messages = ranks.run(fail_on_one, tmp_path, culprit, where)

@@ -20,6 +20,7 @@ from pretrain.config import (
     Layout,
     Source,
     build_options,
+    duration,
     everything_hash,
     identity,
     identity_hash,
@@ -343,7 +344,7 @@ FREE = {
     "run": {"dir", "resume", "device"},
     "batch": {"micro"},
     "train": {"log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "keep_every", "sample_every", "sample_prompt",
-              "compile", "nonfinite", "hang_timeout", "check_replicas_every"},
+              "compile", "nonfinite", "hang_timeout", "check_replicas_every", "async_checkpoint", "time_limit", "spike", "rollbacks"},
     "model": {"activation_checkpointing"},
     "strategy": {"name", "options", "shard_size", "replicas", "simulate"},
     "track": {"wandb", "tensorboard", "project", "tags"},
@@ -390,3 +391,9 @@ def test_a_smaller_micro_batch_divides_the_same_batch() -> None:
     cfg = replace(replace(Config(), "batch.tokens", 24 * 1024), "batch.micro", 8)
     assert [smaller_micro(cfg, world) for world in (1, 2, 4)] == [6, 6, 6]
     assert smaller_micro(replace(cfg, "batch.micro", 1), 1) is None
+
+
+def test_durations() -> None:
+    found = {text: duration(text) for text in ("3h50m", "90s", "1d12h", "45m", "2h", "", "h", "3:50", "90", "-1h", "1h 2m")}
+    assert found == {"3h50m": 13800, "90s": 90, "1d12h": 129600, "45m": 2700, "2h": 7200, "": None, "h": None, "3:50": None, "90": None,
+                     "-1h": None, "1h 2m": None}  # fmt: skip

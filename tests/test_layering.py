@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
     {"config", "shards", "order", "launched", "ranks"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "throughput", "collectives", *CORPUS},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "hashed_file", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
     {"resume", "saver", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},
