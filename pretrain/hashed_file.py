@@ -4,6 +4,7 @@ kernel's copy costs more than a fast disk does, and would push out the data set'
 import errno
 import mmap
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +21,9 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self.entry: dict[str, Any] = {}
         self._digest, self._size, self._filled = xxhash.xxh3_128(), 0, 0
-        self._memory = mmap.mmap(-1, BLOCK)  # aligned
-        self._block = memoryview(self._memory)
+        self._blocks = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(2)]  # aligned; one is filled while the other is written
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
@@ -34,11 +36,11 @@ class HashedFile:
         return self
 
     def write(self, data: memoryview) -> None:
-        self._digest.update(data)
         self._size += len(data)
         while len(data):
             part = data[: BLOCK - self._filled]
-            self._block[self._filled : self._filled + len(part)] = part
+            self._digest.update(part)
+            self._blocks[0][self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             data = data[len(part) :]
             if self._filled == BLOCK:
@@ -49,16 +51,25 @@ class HashedFile:
             if kind is None:
                 self._filled = -(-self._filled // _PAGE) * _PAGE
                 self._write_block()
+                self._wait()
                 os.ftruncate(self._file, self._size)
                 os.fsync(self._file)
                 self.entry = {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
         finally:
+            self._thread.shutdown()
             os.close(self._file)
-            self._block.release()
-            self._memory.close()
 
     def _write_block(self) -> None:
-        written = 0
-        while written < self._filled:
-            written += os.write(self._file, self._block[written : self._filled])
+        """Start to."""
+        self._wait()
+        self._writing = self._thread.submit(self._write, self._blocks[0][: self._filled])
+        self._blocks.reverse()
         self._filled = 0
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, block: memoryview) -> None:
+        while len(block):
+            block = block[os.write(self._file, block) :]

@@ -29,7 +29,7 @@ from pretrain.strategies import OPTIONS, release
 
 NAMES = ("ddp", "zero1", "fsdp1", "fsdp2", "deepspeed2", "deepspeed3")
 _ROUNDS = 6
-_MODEL = ["model.n_layer=6", "model.n_head=6", "model.n_embd=384"]  # 30 M parameters with GPT-2's vocabulary: 360 MB
+_MODEL = ["model.n_layer=12", "model.n_head=12", "model.n_embd=768"]  # GPT-2: 124 M parameters, 1.5 GB with the moments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     path = folder / "benchmark.yaml"
     while not path.exists():  # the other rank is writing it
         time.sleep(0.05)
-    cfg = config.load(path, [*_MODEL, f"strategy.name={name}", f"run.name={name}", "train.keep_last=1"], OPTIONS)
+    cfg = config.load(path, [*_MODEL, f"strategy.name={name}", f"run.name={name}", "train.keep_last=99"], OPTIONS)
     silent = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     job, _ = start(cfg, path, [], world, [], stops)
