@@ -3,9 +3,6 @@
 A checkpoint is a folder `step_00001000/` with `model/`, `optimizer/` and `extras/` (safetensors, a file per rank, as
 torch.distributed.checkpoint's HuggingFaceStorageReader reads them: no pickle), `state.json` (numbers), `model.json` (how to build the
 model) and, written last, `manifest.json` (size and xxh3 of every file). It is written as `step_00001000.tmp` and renamed.
-
-The files are not written by HuggingFaceStorageWriter, since that copies all of a rank's share before it writes, takes no checksum, and
-plans each save anew with collectives.
 """
 
 import json
@@ -13,53 +10,30 @@ import os
 import re
 import shutil
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pretrain.hashed_file import BLOCK, HashedFile
+from pretrain.pieces import Piece, pieces, share, write_safetensors
 from pretrain.ranks import gather, rank_in
 
 GROUPS = ("model", "optimizer", "extras")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"step_(\d{8,})")
-_DTYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or could not be written: which, and why."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a named tensor, as this process holds it: all of it, or a shard."""
-
-    group: str  # of GROUPS
-    name: str
-    offsets: tuple[int, ...]  # of its first element in the whole tensor
-    tensor: Tensor
-
-    @property
-    def key(self) -> tuple[str, str, tuple[int, ...]]:
-        return self.group, self.name, self.offsets
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -71,38 +45,6 @@ def save(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], n
     """Every rank calls it with its tensors, sharded, its own, or those that others have too. Raises CheckpointError on every rank if any
     failed."""
     return write(folder, step, share(pieces(tensors), group), numbers, model, group)
-
-
-def pieces(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
-    """What this process holds of them."""
-    found = []
-    for group in GROUPS:
-        for name, tensor in sorted(tensors.get(group, {}).items()):
-            if isinstance(tensor, ShardedTensor):
-                local = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
-            elif isinstance(tensor, DTensor):
-                _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                local = [(tuple(offsets), tensor.to_local())]
-            else:
-                local = [((0,) * tensor.ndim, tensor)]
-            found += [Piece(group, name, offsets, part.detach()) for offsets, part in local if part.numel()]
-    return found
-
-
-def share(mine: Sequence[Piece], group: dist.ProcessGroup | None) -> list[Piece]:
-    """Those of its pieces that this rank writes: what several ranks hold is written by the one that has least to write so far."""
-    if group is None:
-        return list(mine)
-    holders: dict[tuple[int, Any], list[int]] = defaultdict(list)
-    everyone = gather(group, [(piece.tensor.nbytes, piece.key) for piece in mine])
-    for rank, theirs in enumerate(everyone):
-        for sized in theirs:
-            holders[sized].append(rank)
-    load, writer = [0] * len(everyone), {}
-    for (size, key), ranks in sorted(holders.items(), key=lambda item: (-item[0][0], item[0][1])):
-        writer[key] = min(ranks, key=lambda rank: load[rank])
-        load[writer[key]] += size
-    return [piece for piece in mine if writer[piece.key] == rank_in(group)]
 
 
 def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, Any], model: Mapping[str, Any],
@@ -145,24 +87,6 @@ def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, 
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
-
-
-def write_safetensors(path: Path, part: Sequence[Piece]) -> dict[str, Any]:
-    """One piece a name, straight from the tensors' memory. Returns the manifest's entry: the checksum is taken on the way."""
-    assert len({piece.name for piece in part}) == len(part), "a file has room for one rectangle of a tensor"
-    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in part}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}}
-    end = 0
-    for piece in part:
-        begin, end = end, end + piece.tensor.nbytes
-        header[piece.name] = {"dtype": _DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    with HashedFile(path) as file:
-        file.write(memoryview(len(text).to_bytes(8, "little") + text))
-        for piece in part:
-            file.write(piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return file.entry
 
 
 def load(path: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import checkpoint
-from pretrain.checkpoint import CheckpointError, Piece
+from pretrain.checkpoint import CheckpointError
 from pretrain.config import Train
+from pretrain.pieces import Piece, pieces, share
 from pretrain.ranks import gather, rank_in
 
 
@@ -39,7 +40,7 @@ class Saver:
         """Returns as soon as training may change the tensors; at once where they are `copied` already. Call `wait` before."""
         assert self._pending is None
         began = time.perf_counter()
-        mine = self._share(checkpoint.pieces(tensors))
+        mine = self._share(pieces(tensors))
         staged = mine if copied else self._copy(mine)
         waited = time.perf_counter() - began
         self._pending = self._thread.submit(self._write, step, staged, numbers, model, began, waited)
@@ -54,7 +55,7 @@ class Saver:
     def _share(self, held: list[Piece]) -> list[Piece]:
         if not self._held:
             self._held = [piece.key for piece in held]
-            self._written = {piece.key for piece in checkpoint.share(held, self.group)}
+            self._written = {piece.key for piece in share(held, self.group)}
         assert [piece.key for piece in held] == self._held, "a strategy's state has other tensors than at the last checkpoint"
         return [piece for piece in held if piece.key in self._written]
 

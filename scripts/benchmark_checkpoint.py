@@ -21,8 +21,9 @@ from statistics import median
 import torch.distributed as dist
 from benchmark_strategies import prepare
 
-from pretrain import checkpoint, config, launch
+from pretrain import config, launch
 from pretrain.job import Job, start
+from pretrain.pieces import pieces, share
 from pretrain.ranks import gather
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, release
@@ -59,7 +60,7 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     silent = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     job, _ = start(cfg, path, [], world, [], stops)
-    mine = sum(piece.tensor.nbytes for piece in checkpoint.share(checkpoint.pieces(job.strategy.state()), job.control))
+    mine = sum(piece.tensor.nbytes for piece in share(pieces(job.strategy.state()), job.control))
     rounds = [(*save(job, 2 * k + 1, True), *save(job, 2 * k + 2, False), dd(folder, world.rank, mine)) for k in range(_ROUNDS)]
     waits, beside, _, synchronous, raw = (median(column[1:]) for column in zip(*rounds, strict=True))  # the first makes the buffers
     total = sum(gather(job.control, mine)) / 1e6

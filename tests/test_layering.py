@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
-    {"config", "shards", "order", "launched", "ranks"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "hashed_file", "throughput", "collectives", *CORPUS},
+    {"config", "shards", "order", "launched", "ranks", "hashed_file"},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
     {"resume", "saver", "precision", "export", "report", "inspection"},
     {"job", "evaluate_trained", "supervise"},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pretrain.config import Optim
-from pretrain.optim import every_parameter, gated_step, lr_at, make_optimizer, make_recipe, set_lr
+from pretrain.optim import every_parameter, gated_step, lr_at, make_optimizer, make_recipe, orthogonal, set_lr
 
 SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 KINDS = [Optim(name="adamw"), Optim(name="sgd", lr=0.1), Optim(name="sgd", lr=0.1, momentum=0.9), Optim(name="muon")]
@@ -152,8 +152,9 @@ def test_three_steps_are_torchs_own(optim: Optim) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_muon_takes_q_k_and_v_apart() -> None:
-    """As three of torch's Muon on three matrices would, and AdamW for all that is not inside a block."""
+def test_muon_takes_q_k_and_v_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As three of torch's Muon on three matrices would, if that were in fp32 as ours is on a CPU; AdamW for all that is not in a block."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     model, twin = gpt2(layers=2), gpt2(layers=2)
     optim = Optim(name="muon", lr=0.02, weight_decay=0.1)
     ours = optimizer_of(model, optim)
@@ -184,6 +185,20 @@ def test_muon_takes_q_k_and_v_apart() -> None:
     }
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_orthogonal() -> None:
+    """Tall and wide matrices, many at once as one at a time: singular vectors stay, singular values come near 1."""
+    torch.manual_seed(0)
+    for shape in ((5, 24, 64), (3, 16, 40), (3, 40, 16)):
+        given = torch.randn(shape)
+        found = orthogonal(given)
+        u, _, vt = torch.linalg.svd(given, full_matrices=False)
+        values = torch.diagonal(u.mT @ found @ vt.mT, dim1=1, dim2=2)
+        assert ((values > 0.6) & (values < 1.3)).all()
+        torch.testing.assert_close(u @ torch.diag_embed(values) @ vt, found, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.cat([orthogonal(one[None]) for one in given]), found, rtol=0, atol=1e-5)
+    assert torch.equal(orthogonal(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
 
 
 def test_muon_shows_all_gradients_to_a_loss_scaler() -> None:
