@@ -54,40 +54,40 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
 
 
 def _candidates(cfg: Config) -> tuple[list[Path], str]:
-    """(checkpoints to try one after the other, what to say where none of them is valid, or nothing where there is one to try)."""
+    """(checkpoints to try one after the other, what to say where none of them is valid, or nothing where it is the one that was asked for)."""
     wanted, folder = cfg.run.resume, cfg.folder / "checkpoints"
-    given, existing = Path(wanted), checkpoint.newest_first(folder)
-    a_path = wanted not in ("auto", "never", "must")
-    if a_path and not (wanted and given.is_dir()):
-        raise ConfigError(f"run.resume={wanted}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
-    if a_path and not (given / "checkpoints").is_dir() and not (given / checkpoint.MANIFEST).exists():
-        raise ConfigError(f"run.resume={wanted}: {checkpoint.MANIFEST} is missing: neither a run nor a whole checkpoint")
-    ours = given.resolve() in [path.resolve() for path in existing]
-    if a_path and ours and given.resolve() != existing[0].resolve():
-        raise ConfigError(
-            f"run.resume={wanted}: {existing[0].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
-        )
-    if a_path and ours:
-        return [given], ""
+    existing = checkpoint.newest_first(folder)
+    if wanted not in ("auto", "never", "must"):
+        asked_for, nothing = _from_path(wanted)
+        ours = [path for path in existing if path.resolve() in [given.resolve() for given in asked_for]]
+        if ours and ours[0] != existing[0]:
+            raise ConfigError(
+                f"run.resume={wanted}: {existing[0].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
+            )
+        if ours or not existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
+            return asked_for, nothing
     if wanted == "never" and existing:
         step = checkpoint.step_of(existing[0])
         raise ConfigError(f"run.resume=never, but {folder} holds step {step:,}; choose another run.name, or delete {cfg.folder}")
     if wanted == "must" and not existing:
         raise ConfigError(f"run.resume=must, but there is no checkpoint in {folder}; run.resume=auto starts from step 0")
-    if existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
-        nothing = (
-            f"none of the {len(existing)} checkpoints in {folder} is valid; choose another run.name, or delete {cfg.folder} to start over"
-        )
-        return existing, nothing
-    if not a_path:
-        return [], ""
-    if (given / "checkpoints").is_dir():
-        nothing = f"run.resume={given}: no valid checkpoint in {given / 'checkpoints'}"
-        found = checkpoint.newest_first(given / "checkpoints")
-        if not found:
-            raise ConfigError(nothing)
-        return found, nothing
-    return [given], ""
+    start_over = f"choose another run.name, or delete {cfg.folder} to start over"
+    return existing, f"none of the {len(existing)} checkpoints in {folder} is valid; {start_over}"
+
+
+def _from_path(wanted: str) -> tuple[list[Path], str]:
+    """The same for `run.resume=PATH`, a run or a checkpoint."""
+    given = Path(wanted)
+    if not wanted or not given.is_dir():
+        raise ConfigError(f"run.resume={wanted}: no such checkpoint; write auto, never, must, or the path of a run or checkpoint")
+    if (given / checkpoint.MANIFEST).exists():
+        return [given], ""
+    if not (given / "checkpoints").is_dir():
+        raise ConfigError(f"run.resume={wanted}: {checkpoint.MANIFEST} is missing: neither a run nor a whole checkpoint")
+    found, nothing = checkpoint.newest_first(given / "checkpoints"), f"run.resume={given}: no valid checkpoint in {given / 'checkpoints'}"
+    if not found:
+        raise ConfigError(nothing)
+    return found, nothing
 
 
 def check_settings(cfg: Config, start: Start, strategy: Mapping[str, Any]) -> list[str]:

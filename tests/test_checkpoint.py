@@ -325,6 +325,37 @@ def test_four_ranks_save_what_any_number_reads(ranks: Ranks, tmp_path: Path) -> 
     assert ranks.run(load_in_group, tmp_path) == [True] * 4
 
 
+def verify_in_group(folder: Path) -> tuple[str | None, int]:
+    """(verdict, files that this rank has read)."""
+    group, read = control_group(), 0
+    original = subject._check
+
+    def counting(*args: Any) -> str | None:
+        nonlocal read
+        read += 1
+        return original(*args)
+
+    subject._check = counting
+    try:
+        return verify(path_of(folder, 5), group), read
+    finally:
+        subject._check = original
+
+
+def test_every_rank_verifies_a_part_and_all_know_the_verdict(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_in_group, tmp_path)
+    path = path_of(tmp_path, 5)
+    files = len(json.loads((path / MANIFEST).read_text())["files"])
+    verdicts, read = zip(*ranks.run(verify_in_group, tmp_path), strict=True)
+    assert verdicts == (None,) * 4
+    assert sum(read) == files
+    assert max(read) - min(read) <= 1
+    flip(path)
+    verdicts, _ = zip(*ranks.run(verify_in_group, tmp_path), strict=True)
+    assert len(set(verdicts)) == 1
+    assert "has changed since it was written" in str(verdicts[0])
+
+
 def fail_on_one(folder: Path, culprit: int, where: str) -> str:
     group = control_group()
     if dist.get_rank() == culprit:
