@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-# Dense peak FLOP/s with fp32 accumulation: (name as CUDA reports it, 16-bit, fp32 through TF32). Meant to be the makers' data sheets'
-# figures, written from memory: check the row of your GPU before you quote an MFU.
+# Dense peak FLOP/s with fp32 accumulation: (name as CUDA reports it, 16-bit, fp32 through TF32), as the makers' data sheets have them,
+# without sparsity. RTX and MI300X are from memory: check these rows before you quote an MFU.
 PEAKS = (
-    ("B200", 2250e12, 1100e12),
+    ("B200", 2250e12, 1125e12),
     ("H200", 989.4e12, 494.7e12),
     ("H100 PCIe", 756e12, 378e12),
     ("H100", 989.4e12, 494.7e12),
