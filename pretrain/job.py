@@ -230,7 +230,8 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     job.status.write("running", step=progress.step)
     job.tracker = Tracker(cfg, facts, progress.step, job.say)
     limit = duration(cfg.train.time_limit) if cfg.train.time_limit else None
-    job.stops.watch(folder / "stop", TimeLimit(limit, launch.launch_time(), lambda: job.saver.seconds) if limit else None)
+    saving = (lambda: job.saver.seconds, job.strategy.save_interval)
+    job.stops.watch(folder / "stop", TimeLimit(limit, launch.launch_time(), *saving) if limit else None)
 
 
 def _headline(job: Job, facts: dict[str, Any]) -> str:

@@ -23,19 +23,24 @@ _PR_SET_PDEATHSIG = 1
 class TimeLimit:
     """Whether it is time to save and go: asked at every step boundary, answered for the one after the next, when all ranks have heard."""
 
-    def __init__(self, seconds: float, launch_time: float, save_seconds: Callable[[], float]) -> None:
-        """`save_seconds`: the longest that a checkpoint has taken, 0 where none was written yet."""
+    def __init__(self, seconds: float, launch_time: float, save_seconds: Callable[[], float], save_interval: int) -> None:
+        """`save_seconds`: the longest that a checkpoint has taken, 0 where none was written yet. `save_interval`: updates between the steps
+        after which a checkpoint can be taken."""
         self._until = launch_time + seconds
-        self._unknown, self._save_seconds = min(_UNKNOWN, seconds / 10), save_seconds
-        self._before: float | None = None
-        self._longest = 0.0  # between two boundaries, with what happened there: evaluations, samples
+        self._unknown, self._save_seconds, self._interval = min(_UNKNOWN, seconds / 10), save_seconds, save_interval
+        self._first: float | None = None
+        self._before, self._longest, self._steps = 0.0, 0.0, 0  # the longest with what happens between steps: evaluations, samples
 
     def reached(self) -> bool:
         now = time.time()
-        if self._before is not None:
+        if self._first is None:
+            self._first = now
+        else:
+            self._steps += 1
             self._longest = max(self._longest, now - self._before)
         self._before = now
-        return now + 2 * self._longest + 1.5 * (self._save_seconds() or self._unknown) + _GOING >= self._until
+        ahead = 2 * self._longest + (self._interval - 1) * (now - self._first) / max(1, self._steps)
+        return now + ahead + 1.5 * (self._save_seconds() or self._unknown) + _GOING >= self._until
 
 
 class StopRequests:

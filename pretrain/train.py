@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def main(arguments: list[str]) -> int:
         return finish(job, progress, train(job, progress))
     except Exception as error:
         if isinstance(error, NonFinite | ReplicasDiffer):  # found by all ranks together: what they are writing stays worth having
-            job.saver.wait()
+            with suppress(Exception):
+                job.saver.wait()
         return fail(folder, world, error, step=progress.step + 1, micro=micro)
 
 

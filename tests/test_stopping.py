@@ -10,7 +10,7 @@ import psutil
 import pytest
 from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, python, read_lines, several, write_config
 
-from pretrain import checkpoint
+from pretrain import checkpoint, stopping
 from pretrain.inspection import check_ledger
 
 pytestmark = pytest.mark.launch
@@ -214,3 +214,20 @@ def assert_only_complete(folder: Path, steps: list[int]) -> None:
     found: dict[int, Any] = {step: checkpoint.verify(path) for step, path in checkpoint.numbered(folder / "checkpoints")}
     assert found == dict.fromkeys(steps)
     assert read_lines(folder / "metrics.jsonl")
+
+
+def test_how_early_a_time_limit_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second and one of five: two more of the longest, up to `interval` ordinary ones, one and a half checkpoints, ten seconds."""
+
+    def asked_at(limit: float, save_seconds: float, interval: int) -> float:
+        clock, subject = 0.0, stopping.TimeLimit(limit, 0.0, lambda: save_seconds, interval)
+        for seconds in (0.0, 1.0, 5.0, *[1.0] * 1000):
+            clock += seconds
+            monkeypatch.setattr(stopping.time, "time", lambda now=clock: now)
+            if subject.reached():
+                return clock
+        raise AssertionError("never")
+
+    assert asked_at(200, 20.0, 1) == 200 - 10 - 30 - 10
+    assert asked_at(200, 0.0, 1) == 200 - 10 - 30 - 10, "a tenth of the limit is the first guess"
+    assert 200 - 65 <= asked_at(200, 20.0, 11) <= 200 - 60

@@ -65,7 +65,7 @@ class LocalSGD(Strategy):
         self.simulated = cfg.strategy.simulate or 1  # replicas in this process
         self.replica_count = cfg.strategy.simulate or cfg.strategy.replicas or layout.world_size
         self.group_size = layout.world_size * self.simulated // self.replica_count  # processes per replica
-        self.accumulation = layout.accumulation
+        self.accumulation, self.save_interval = layout.accumulation, self.options.sync_every
         self.steps = 0  # of the run; a resumed one loads it
         every = self.options.sync_every
         if layout.world_size == 1 and not cfg.strategy.simulate:
