@@ -102,7 +102,7 @@ def start(
     tell = say if world.rank == 0 else silent
     found = _find_start(cfg, numbers, tell, control)
     if world.rank == 0:
-        runfolder.Status(cfg.folder, 0).write("running", step=found.progress.step)
+        runfolder.Status(cfg.folder, 0).reached(found.progress.step)
     progress, changed = found.progress, check_settings(cfg, found, strategy.identity())
 
     module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
@@ -227,7 +227,6 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
         shutil.copytree(source, folder / "tokenizer")
     if cfg.train.sample_every and (folder / "tokenizer").exists():
         job.tokenizer = load_tokenizer(folder)
-    job.status.write("running", step=progress.step)
     job.tracker = Tracker(cfg, facts, progress.step, job.say)
     limit = duration(cfg.train.time_limit) if cfg.train.time_limit else None
     saving = (lambda: job.saver.seconds, job.strategy.save_interval)

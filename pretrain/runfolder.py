@@ -113,6 +113,13 @@ class Status:
                   "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         write_atomic(self.path, json.dumps(record) + "\n")
 
+    def reached(self, step: int) -> None:
+        """Record how far the run is, unless a rank has failed meanwhile: then that stands. A full disk costs this record and no more."""
+        with suppress(OSError), open(self.path.with_name(".status-lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (read_status(self.path.parent) or {}).get("state") == "running":
+                self.write("running", step=step)
+
     def fail(self, reason: str, *, step: int, exit_status: int = 1) -> bool:
         """Record a failure unless another rank did so first; True for the one whose failure this is."""
         with open(self.path.with_name(".status-lock"), "w") as lock:

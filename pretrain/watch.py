@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -144,8 +143,7 @@ class Watch:
         gc.collect(1)  # here, on every rank at once, and nowhere else
         if job.tracker:
             job.tracker.log(metrics)
-            with suppress(OSError):  # a full disk; the next one will do
-                job.status.write("running", step=progress.step)
+            job.status.reached(progress.step)
         job.say(progress_line(job, metrics))
 
 

@@ -244,7 +244,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(p.name.removeprefix("step_")) for p in (folder / "checkpoints").glob("step_*") if p.is_dir())
+    """The steps of those that stand; one that is being written does not yet."""
+    return sorted(int(p.name.removeprefix("step_")) for p in (folder / "checkpoints").glob("step_*") if p.is_dir() and p.suffix != ".tmp")
 
 
 def weights(folder: Path, step: int) -> dict[str, bytes]:

@@ -223,3 +223,16 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
         cut_torn_line(path)
         assert len(path.read_text().splitlines()) == kept
     cut_torn_line(tmp_path / "none")
+
+
+def test_how_far_a_run_is_does_not_hide_that_it_failed(tmp_path: Path) -> None:
+    """A main process that is slow to say so writes after another rank has failed."""
+    main, other = Status(tmp_path, 0), Status(tmp_path, 1)
+    main.write("running", step=0)
+    main.reached(5)
+    assert (read_status(tmp_path) or {})["step"] == 5
+    assert other.fail("why", step=6)
+    main.reached(6)
+    assert not main.fail("lost contact", step=6)
+    found = read_status(tmp_path) or {}
+    assert (found["state"], found["rank"], found["reason"], found["step"]) == ("failed", 1, "why", 6)
