@@ -228,8 +228,13 @@ def rotate(folder: Path, newest: int, keep_last: int, keep_every: int, damaged: 
     whole = [step for step, path in ours if path not in damaged]
     for step, path in ours:
         if step < min(whole[-keep_last:]) and (not keep_every or step % keep_every or path in damaged):
-            (path / MANIFEST).unlink()  # first: a deletion that is cut short leaves nothing that looks complete
-            shutil.rmtree(path)
+            delete(path)
+
+
+def delete(path: Path) -> None:
+    """The manifest first: a deletion that is cut short leaves nothing that looks complete."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def clean(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Going back to the last checkpoint after an update that was not finite or a loss that jumped, and on past the windows that caused it."""
 
-import shutil
-
 from pretrain import checkpoint
 from pretrain.job import Job, load
 from pretrain.ranks import broadcast
@@ -46,7 +44,6 @@ def _rewrite_history(job: Job, progress: Progress, found: GoBack) -> None:
         job.ledger.write({"step": found.step, "restart": progress.restarts, "back_to": progress.step, "passed_over": list(found.windows)})
     for step, path in checkpoint.numbered(job.saver.folder):
         if progress.step < step <= job.layout.steps:
-            (path / checkpoint.MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
+            checkpoint.delete(path)
     if job.tracker:
         job.tracker.cut_back(progress.step)

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from pretrain.config import ConfigError
 
 PACKAGE = Path(__file__).parent
+_LONGEST_LINE = 1 << 16  # bytes
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -40,7 +41,7 @@ class Lines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._waiting.append(json.dumps(record) + "\n")
-        size = 0
+        size: int | None = None  # before this line; unknown where the file cannot be opened
         try:
             with open(self.path, "ab", buffering=0) as file:
                 size = file.tell()
@@ -51,7 +52,7 @@ class Lines:
         except OSError as error:
             if len(self._waiting) == 1:
                 self.say(f"{self.path} cannot be written: {error.strerror}; its lines are kept in memory until there is room")
-            if size:
+            if size is not None:
                 with suppress(OSError):
                     os.truncate(self.path, size)  # half a line
 
@@ -212,8 +213,10 @@ def cut_back(path: Path, step: int) -> None:
 def cut_torn_line(path: Path) -> None:
     """Drop what a loss of power left of a last line: the next one would be joined to it."""
     if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
+        with open(path, "r+b") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)  # its tail alone: a start costs the same at any step
+            file.seek(start)
+            file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
