@@ -42,15 +42,22 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     paths, otherwise = broadcast(group, together(group, lambda: _candidates(cfg) if main else ([], "")))
     if not paths:
         return Start(Progress())
-    path, problems = checkpoint.first_valid(paths, group)
+    start, problems = open_first_valid(paths, group)
     for problem in problems if otherwise else ():
         say(f"skipping checkpoint {problem}")
-    if path is None:
+    if start is None:
         raise ConfigError(otherwise or f"run.resume={problems[0]}")
-    numbers = broadcast(group, checkpoint.read_json(path, "state.json") if main else {})
-    progress = Progress(**numbers["progress"])
-    progress.restarts += 1
-    return Start(progress, path, numbers, paths[: paths.index(path)])
+    start.progress.restarts += 1
+    return start
+
+
+def open_first_valid(paths: list[Path], group: dist.ProcessGroup | None) -> tuple[Start | None, list[str]]:
+    """Where the first valid one of these was taken, and what is wrong with those before it. Every rank calls it with the same paths."""
+    path, problems = checkpoint.first_valid(paths, group)
+    if path is None:
+        return None, problems
+    numbers = broadcast(group, checkpoint.read_json(path, "state.json") if rank_in(group) == 0 else {})
+    return Start(Progress(**numbers["progress"]), path, numbers, paths[: paths.index(path)]), problems
 
 
 def _candidates(cfg: Config) -> tuple[list[Path], str]:

@@ -3,7 +3,7 @@
 from pretrain import checkpoint
 from pretrain.job import Job, load
 from pretrain.ranks import broadcast
-from pretrain.resume import Progress, Start
+from pretrain.resume import Progress, open_first_valid
 from pretrain.watch import GoBack, NonFinite, Watch
 
 
@@ -14,12 +14,11 @@ def go_back(job: Job, progress: Progress, watch: Watch, found: GoBack) -> None:
     if len(progress.passed_over) >= most:
         raise NonFinite(f"{found}; the run has gone back {most} times already (train.rollbacks)", found.step, found.rank)
     earlier = [path for path in checkpoint.newest_first(job.saver.folder) if checkpoint.step_of(path) < found.step]
-    path, _ = checkpoint.first_valid(broadcast(job.control, earlier), job.control)
-    if path is None:
+    start, _ = open_first_valid(broadcast(job.control, earlier), job.control)
+    if start is None:
         raise NonFinite(f"{found}; there is no valid checkpoint from before it to go back to", found.step, found.rank)
-    numbers = broadcast(job.control, checkpoint.read_json(path, "state.json") if job.is_main else {})
-    load(Start(progress, path, numbers), job.cfg, job.strategy)
-    then = Progress(**numbers["progress"])
+    load(start, job.cfg, job.strategy)
+    then = start.progress
     progress.step, progress.position, progress.tokens, progress.attempt = then.step, then.position, then.tokens, 0
     progress.wire_bytes_total = then.wire_bytes_total
     progress.passed_over.append(list(found.windows))
