@@ -1,33 +1,31 @@
-"""Tokens on disk: llm.c's format, read as one stream over all files of a split.
+"""Sets of tokens on disk: written in llm.c's format, read from any of `token_files`, as one stream over all files of a split.
 
-A shard is 256 little-endian int32 of header, then the tokens. uint16: header[0] = 20240520, header[1] = 1. uint32, for
-vocabularies above 65,536: header[0] = 20240801, header[1] = 7. header[2] is the number of tokens. Sources: `dev/data/data_common.py`
-in karpathy/llm.c, which modded-nanogpt reads too. Headerless uint16 files are nanoGPT's (`data/openwebtext/prepare.py`).
-A prepared set is a folder with `manifest.json`, written last: without it the set is unfinished.
+A prepared set is a folder with `manifest.json`, written last: without it the set is unfinished. Anything else is a bare set: a file,
+or a folder of files whose names say `train` or `val`. Where no name in a folder does, all its files are one split, whatever it is called.
 """
 
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-HEADER = 256
-MAGIC: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+from pretrain.token_files import HEADER, MAGIC, SUFFIXES, Int64s, Shard, open_llm_c, open_shard, tokens_of
+from pretrain.token_files import ShardError as ShardError  # what everything here raises
+
 MAX_TOKENS = 2**31 - 1  # the header's field is an int32
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+_MAPS = 128  # files mapped at a time: each takes a descriptor, and many systems give a process 1,024
+_SPLIT = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-
-
-class ShardError(ValueError):
-    """A file that is not what it claims to be: names the file and the numbers."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -37,10 +35,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class ShardWriter:
     """Writes the token files of one split: appends are cut into files of `shard_tokens`, each renamed when complete."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int = 100_000_000) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int = 100_000_000, first: int = 0) -> None:
         assert 0 < shard_tokens <= MAX_TOKENS
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
         self.files: list[dict[str, Any]] = []
+        self.first = first  # number of its first file
         self.tokens = 0
         self._file: Any = None
         self._in_file = 0
@@ -66,7 +65,7 @@ class ShardWriter:
         return self.files
 
     def _path(self, *, temporary: bool) -> Path:
-        return self.folder / f"{self.split}_{len(self.files):06d}.bin{'.tmp' if temporary else ''}"
+        return self.folder / f"{self.split}_{self.first + len(self.files):06d}.bin{'.tmp' if temporary else ''}"
 
     def _finish_file(self) -> None:
         header = np.zeros(HEADER, "<i4")
@@ -120,60 +119,47 @@ def fingerprint(files: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return digest.hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class Shard:
-    path: Path
-    dtype: np.dtype[Any]
-    offset: int  # bytes before the first token
-    tokens: int
-
-
-def open_shard(path: Path) -> Shard:
-    """Read the header. Raises ShardError when size and header disagree."""
-    size = path.stat().st_size
-    with open(path, "rb") as f:
-        header = np.frombuffer(f.read(4 * HEADER), "<i4") if size >= 4 * HEADER else np.zeros(3, "<i4")
-    if int(header[0]) not in MAGIC:
-        if size == 0 or size % 2:
-            raise ShardError(f"{path} has {size:,} bytes and no shard header: neither llm.c's format nor a row of uint16")
-        return Shard(path, np.dtype("<u2"), 0, size // 2)
-    version, dtype = MAGIC[int(header[0])]
-    if int(header[1]) != version:
-        raise ShardError(f"{path} has version {int(header[1])} in its header; expected {version}")
-    held = (size - 4 * HEADER) / dtype.itemsize
-    if held != int(header[2]):
-        raise ShardError(
-            f"{path} says {int(header[2]):,} tokens in its header but holds {held:,.10g}: cut short or damaged; prepare or copy it again"
-        )
-    return Shard(path, dtype, 4 * HEADER, int(header[2]))
-
-
 class TokenStream:
     """One split of one set, as one stream. Window i is tokens [i·T, i·T+T], so that inputs and targets both have T tokens."""
 
     def __init__(self, shards: Sequence[Shard], fingerprint: str, manifest: Mapping[str, Any] | None, name: str) -> None:
         self.shards, self.fingerprint, self.manifest, self.name = shards, fingerprint, manifest, name
         self.starts = np.cumsum([0, *(s.tokens for s in shards)], dtype=np.int64)
-        self._maps = [np.memmap(s.path, s.dtype, "r", s.offset, (s.tokens,)) for s in shards]
+        self._map = functools.lru_cache(_MAPS)(lambda file: tokens_of(shards[file]))
 
     @property
     def tokens(self) -> int:
         return int(self.starts[-1])
 
+    @property
+    def format(self) -> str:
+        """Whose format the files are in: a name of `token_files`."""
+        return self.shards[0].format
+
     def windows(self, T: int) -> int:
         return max(0, (self.tokens - 1) // T)
 
-    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, start + length) across file borders, as int64."""
+    def read(self, start: int, length: int) -> Int64s:
+        """Tokens [start, start + length) across file borders, as int64. Raises ShardError at a negative id."""
         assert 0 <= start <= self.tokens - length, f"tokens [{start}, {start + length}) of {self.tokens}"
         out = np.empty(length, np.int64)
-        file, filled = int(np.searchsorted(self.starts, start, "right")) - 1, 0
-        while filled < length:
-            at = start + filled - int(self.starts[file])
-            part = self._maps[file][at : at + length - filled]
-            out[filled : filled + len(part)] = part
-            filled, file = filled + len(part), file + 1
+        filled = 0
+        for at, part in self.parts(start, start + length, length):
+            out[at - start : at - start + len(part)] = part
+            filled += len(part)
+        assert filled == length
+        if out.min(initial=0) < 0:
+            at = int(out.argmin())
+            raise ShardError(f"{self.where(start + at)}: token id {out[at]:,}: tokens are not negative; the file is damaged")
         return out
+
+    def parts(self, start: int, stop: int, length: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Tokens [start, stop) in the type of the files, as (position, at most `length` tokens of one file) without a copy."""
+        file = int(np.searchsorted(self.starts, start, "right")) - 1
+        while start < stop:
+            end = min(start + length, stop, int(self.starts[file + 1]))
+            yield start, self._map(file)[start - int(self.starts[file]) : end - int(self.starts[file])]
+            start, file = end, file + (end == self.starts[file + 1])
 
     def where(self, token: int) -> str:
         """The file and offset of a token, for messages."""
@@ -181,39 +167,62 @@ class TokenStream:
         return f"{self.shards[file].path}, token {token - int(self.starts[file]):,}"
 
 
+def splits(path: Path) -> list[str]:
+    """The splits of a set; ["all"] of a bare one whose files name none, which opens under any name. Raises ShardError as `open_split`."""
+    manifest = read_manifest(path)
+    files = manifest["files"] if manifest is not None else _bare_files(path)
+    return [split for split in files if files[split]]
+
+
 def open_split(path: str | Path, split: str) -> TokenStream:
-    """Open the `split` ("train" or "val") of a prepared set, or of a bare folder or file of llm.c, modded-nanogpt or nanoGPT.
+    """Open the `split` ("train" or "val") of a prepared set, or of a bare file or folder in one of the formats of `token_files`.
 
     Raises ShardError when the set is missing, unfinished, damaged, or has no such split.
     """
     path = Path(path)
-    if not path.exists():
-        raise ShardError(f"{path}: no such set; make it with: pretrain prepare SOURCE --output {path}")
     manifest = read_manifest(path)
     if manifest is not None:
-        names = [file["name"] for file in manifest["files"].get(split, [])]
         shards = [_open_listed(path / file["name"], file["tokens"]) for file in manifest["files"].get(split, [])]
         mark = manifest["fingerprint"]
     else:
-        if path.is_dir() and (list(path.glob("*.tmp")) or (path / ".lock").exists()):
-            raise ShardError(f"{path} is unfinished (it has no {MANIFEST}); run the same pretrain prepare again")
-        files = [path] if path.is_file() else sorted(path.glob(f"*{split}*.bin"))
-        names = [file.name for file in files]
-        shards = [open_shard(file) for file in files]
+        bare = _bare_files(path)
+        opened = [open_shard(file) for file in bare.get(split, bare.get("all", []))]
+        shards = [shard for shard in opened if shard.tokens] or opened
         mark = _bare_fingerprint(shards)
-    if not names:
+    if not shards:
         raise ShardError(
             f"{path} has no {split} split" + (f"; prepare it with --val-fraction 0.01, or set data.{split}" if split == "val" else "")
         )
-    if len({s.dtype for s in shards}) > 1:
-        raise ShardError(f"{path}: its {split} files mix uint16 and uint32 tokens")
+    for kinds, what in (({s.format for s in shards}, "formats"), ({str(s.dtype) for s in shards}, "tokens")):
+        if len(kinds) > 1:
+            raise ShardError(f"{path}: its {split} files mix {' and '.join(sorted(kinds))} {what}")
     return TokenStream(shards, mark, manifest, f"{path} ({split})")
+
+
+def _bare_files(path: Path) -> dict[str, list[Path]]:
+    """The files of each split; under "all" where no name says of which they are."""
+    if not path.exists() and Path(f"{path}.idx").exists():  # as Megatron names a pair
+        path = Path(f"{path}.idx")
+    if not path.exists():
+        raise ShardError(f"{path}: no such set; make it with: pretrain prepare SOURCE --output {path}")
+    if path.is_file():
+        return {"all": [path]}
+    if list(path.glob("*.tmp")) or (path / ".lock").exists():
+        raise ShardError(f"{path} is unfinished (it has no {MANIFEST}); run the same pretrain prepare again")
+    found: dict[str, list[Path]] = {"train": [], "val": [], "all": []}
+    for file in sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()):
+        named = {match.lower() for match in _SPLIT.findall(file.stem)}
+        if len(named) > 1:
+            raise ShardError(f"{file} names both splits; rename it, or name the files themselves in data.train and data.val")
+        found[named.pop() if named else "all"].append(file)
+    whole = {"all": found.pop("all")}
+    return found if any(found.values()) else whole
 
 
 def _open_listed(path: Path, tokens: int) -> Shard:
     if not path.exists():
         raise ShardError(f"{path} is listed in {MANIFEST} but missing; copy it again or prepare the set again")
-    shard = open_shard(path)
+    shard = open_llm_c(path)
     if shard.tokens != tokens:
         raise ShardError(f"{path} holds {shard.tokens:,} tokens, {MANIFEST} says {tokens:,}; copy it again or prepare the set again")
     return shard

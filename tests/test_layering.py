@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
+    {"token_files"},
     {"config", "shards", "order", "launched", "ranks", "hashed_file"},
     {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
