@@ -44,10 +44,10 @@ def key(default: Any, doc: str, *, free: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """One prepared set and its share of the training windows."""
+    """One prepared set and its share of the training tokens."""
 
     path: str
-    weight: float = 1.0
+    weight: float | None = None  # None: as many as it has
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Data:
-    train: tuple[Source, ...] = key((), "a prepared set, or a list of `{path, weight}`")
-    val: tuple[Source, ...] = key((), "the set to validate on (default: the validation split of `data.train`)")
+    train: tuple[Source, ...] = key((), "a prepared set, or a list of paths or `{path, weight}`, shares of the tokens (default: by size)")
+    val: tuple[Source, ...] = key((), "the set to validate on, or a list (default: the validation splits of `data.train`)")
     sequence_length: int = key(1024, "tokens in a window: the model's context")
     shuffle: bool = key(True, "a new order of windows for every epoch; `false` is file order")
 
@@ -110,7 +110,7 @@ class Optim:
 class Train:
     max_steps: int | None = key(None, "end after so many updates")
     max_tokens: int | None = key(None, "or after so many tokens")
-    epochs: float | None = key(None, "or after so many passes over the data")
+    epochs: float | None = key(None, "or after so many passes over the data; of several sets, so many times their tokens together")
     log_every: int = key(10, "updates between log lines", free=True)
     eval_every: int = key(250, "updates between evaluations (and at 0 and the end); 0 never evaluates", free=True)
     eval_tokens: int | None = key(None, "tokens of the validation split to evaluate on (default: all)", free=True)
@@ -429,17 +429,19 @@ def _convert(value: Any, hint: Any) -> Any:
 def _convert_sources(value: Any) -> tuple[Source, ...]:
     if isinstance(value, str) and value:
         return (Source(value),)
-    expected = ValueError(f"expected the path of a prepared set, or a list of {{path, weight}}; found {value!r}")
+    expected = ValueError(f"expected the path of a prepared set, or a list of paths or of {{path, weight}}; found {value!r}")
     if not isinstance(value, list):
         raise expected
     sources = []
-    for item in value:
-        if not isinstance(item, Mapping) or set(item) != {"path", "weight"}:
+    for item in ({"path": item} if isinstance(item, str) and item else item for item in value):
+        if not isinstance(item, Mapping) or set(item) not in ({"path"}, {"path", "weight"}):
             raise expected
-        weight = _convert(item["weight"], float)
-        if not weight > 0:
+        weight = _convert(item["weight"], float) if item.get("weight") is not None else None
+        if weight is not None and not weight > 0:
             raise ValueError(f"the weight of {item['path']} must be above 0, found {weight}")
         sources.append(Source(_convert(item["path"], str), weight))
+    if len({source.weight is None for source in sources}) > 1:
+        raise ValueError("some sets have weights and others have not; give all of them one, or none to mix them by size")
     return tuple(sources)
 
 
@@ -459,8 +461,8 @@ def _contradictions(cfg: Config) -> list[str]:
         found.append("data.train: missing; give the path of a prepared set (pretrain prepare makes one)")
     if sum(x is not None for x in (t.max_steps, t.max_tokens, t.epochs)) != 1:
         found.append("train: give exactly one of max_steps, max_tokens and epochs")
-    if t.epochs is not None and len(cfg.data.train) > 1:
-        found.append("train.epochs: several sets have no common epoch; give max_tokens or max_steps")
+    if any(source.weight is not None for source in cfg.data.val):
+        found.append("data.val: every set is evaluated by itself, and weights have no meaning; leave them out")
     positive = {"data.sequence_length", "batch.tokens", "batch.micro", "train.log_every", "train.max_steps", "train.max_tokens",
                 "train.epochs", "train.eval_tokens", "train.keep_last", "model.n_layer", "model.n_head", "model.n_embd", "model.vocab_size",
                 "strategy.shard_size", "strategy.replicas", "strategy.simulate"}  # fmt: skip

@@ -1,7 +1,7 @@
 """Validation loss: token-weighted, over fixed windows, by all ranks, changing nothing of the training."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,12 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]],
         model.train(was_training)
     loss_sum, tokens = reduce_sum(total).tolist()
     return loss_sum / tokens, int(tokens)
+
+
+def together(found: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """Of several sets' (loss, number of targets): every target weighs the same."""
+    tokens = sum(n for _, n in found)
+    return sum(loss * n for loss, n in found) / tokens, tokens
 
 
 def evaluation_metrics(loss: float, bytes_per_token: float | None) -> dict[str, float | None]:

@@ -115,10 +115,10 @@ def start(
         models.compile_model(module, compile_mode)
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
     if found.checkpoint is not None:
-        check_fits(found, sets.fingerprints, sets.tokenizer, described)
+        check_fits(found, sets.fingerprints, sets.shares, sets.tokenizer, described)
         notes = [*notes, *load(found, cfg, strategy)]
 
-    loader = Loader(sets.train, [s.weight for s in cfg.data.train], numbers, rank=world.rank, seed=cfg.data_seed,
+    loader = Loader(sets.train, sets.shares, numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, progress.step, numbers.steps, tell)
     saver.damaged.update(found.damaged)
@@ -126,7 +126,8 @@ def start(
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, saver, described, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
-    notes = [*notes, f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
+    end = numbers.steps * numbers.windows if numbers.last_position is None else numbers.last_position
+    notes = [*notes, *sets.describe_mixture(end), f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
     _open(job, found, facts, notes, began)
     return job, progress

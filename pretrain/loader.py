@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pretrain.config import Config, ConfigError, Layout
-from pretrain.order import Int64s, mixed, shuffled
+from pretrain.config import Config, ConfigError, Layout, Source
+from pretrain.order import LEAST_SHARE, Int64s, drawn, mixed, shares, shuffled
 from pretrain.shards import TokenStream, open_split
 
 IGNORED = -100  # torch's target that does not count
@@ -24,13 +25,45 @@ class Sets:
 
     train: Sequence[TokenStream]
     val: Sequence[TokenStream]  # empty where the run never evaluates
+    names: Sequence[str]  # of the sets to train on, in the log
+    val_names: Sequence[str]
     tokenizer: Mapping[str, Any]  # name, vocab_size, eos_id, sha256
-    eval_windows: int
-    windows_per_epoch: int
+    shares: Sequence[Sequence[int]]  # the mixture (order.shares)
+    sequence_length: int
+    eval_windows: Sequence[int]  # of each validation split, the first so many are evaluated
 
     @property
     def fingerprints(self) -> list[str]:
         return [stream.fingerprint for stream in self.train]
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """An epoch of several sets is as many windows as they have together, whatever their weights."""
+        return sum(stream.windows(self.sequence_length) for stream in self.train)
+
+    def mixture(self, position: int, passed_over: Sequence[Sequence[int]] = ()) -> dict[str, float]:
+        """`tokens/NAME` trained on before this position, and `epoch/NAME` passes over the set's windows; nothing for one set alone."""
+        if len(self.train) == 1:
+            return {}
+        before = drawn(position, self.shares)
+        left_out = [0] * len(before)
+        for begin, end in passed_over:
+            first, last = (drawn(min(edge, position), self.shares) for edge in (begin, end))
+            left_out = [n + there - here for n, here, there in zip(left_out, first, last, strict=True)]
+        T = self.sequence_length
+        tokens = {f"tokens/{name}": (n - out) * T for name, n, out in zip(self.names, before, left_out, strict=True)}
+        epochs = {f"epoch/{name}": n / stream.windows(T) for name, n, stream in zip(self.names, before, self.train, strict=True)}
+        return {**tokens, **epochs}
+
+    def describe_mixture(self, position: int) -> list[str]:
+        """One line on what the run draws before this position, its end; none for one set alone."""
+        found = self.mixture(position)
+        parts = [
+            f"{name} {found[f'tokens/{name}'] / (position * self.sequence_length):.2%} ({found[f'epoch/{name}']:.2f} epochs)"
+            for name in self.names
+            if found
+        ]
+        return [f"mixture by tokens: {', '.join(parts)}"] if parts else []
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -45,7 +78,10 @@ def open_sets(cfg: Config) -> Sets:
     """Raises ShardError or ConfigError where a set is missing, too short, or made with another tokenizer."""
     T = cfg.data.sequence_length
     train = [open_split(source.path, "train") for source in cfg.data.train]
-    val = [open_split(source.path, "val") for source in cfg.data.val or cfg.data.train] if cfg.train.eval_every else []
+    val_sources = (cfg.data.val or cfg.data.train) if cfg.train.eval_every else ()
+    val = [open_split(source.path, "val") for source in val_sources]
+    _check_different("data.train", train)
+    _check_different("data.val", val)
     for stream in (*train, *val):
         if not stream.windows(T):
             raise ConfigError(
@@ -71,7 +107,37 @@ def open_sets(cfg: Config) -> Sets:
         raise ConfigError(
             f"train.eval_tokens={cfg.train.eval_tokens:,}: the validation split has {available * T:,} tokens in windows of {T:,}; write a number from {T:,} to that, or leave it out to take all"
         )
-    return Sets(train, val, tokenizers[0], wanted, sum(stream.windows(T) for stream in train))
+    by_size = [[float(stream.windows(T)) for stream in streams] for streams in (train, val)]
+    weights = [source.weight or size for source, size in zip(cfg.data.train, by_size[0], strict=True)]
+    _check_shares(train, weights)
+    eval_windows = drawn(wanted, shares(by_size[1])) if val else []
+    if 0 in eval_windows:
+        raise ConfigError(
+            f"train.eval_tokens={cfg.train.eval_tokens:,} leaves no window for {val[eval_windows.index(0)].name}, the smallest of {len(val)} sets; write more, or leave it out to take all"
+        )
+    return Sets(train, val, _names(cfg.data.train), _names(val_sources), tokenizers[0], shares(weights), T, eval_windows)
+
+
+def _check_different(key: str, streams: Sequence[TokenStream]) -> None:
+    seen: dict[str, str] = {}
+    for stream in streams:
+        if other := seen.get(stream.fingerprint):
+            raise ConfigError(f"{key}: {other} and {stream.name} are the same data; list it once, with the weights of both together")
+        seen[stream.fingerprint] = stream.name
+
+
+def _check_shares(streams: Sequence[TokenStream], weights: Sequence[float]) -> None:
+    least = min(weights)
+    if least / sum(weights) < LEAST_SHARE:
+        raise ConfigError(
+            f"data.train: {streams[weights.index(least)].name} has weight {least:g} of {sum(weights):g}, less than one window in {1 / LEAST_SHARE:,.0f}; leave it out or give it more"
+        )
+
+
+def _names(sources: Sequence[Source]) -> list[str]:
+    """The folders' names; the whole paths where these are alike."""
+    short = [Path(source.path).resolve().name for source in sources]
+    return short if len(set(short)) == len(short) else [source.path for source in sources]
 
 
 def _tokenizer(stream: TokenStream) -> Mapping[str, Any]:
@@ -111,9 +177,9 @@ class GlobalBatch:
 class Loader:
     """Serves the global batch at any position; reads the one that follows in the background."""
 
-    def __init__(self, streams: Sequence[TokenStream], weights: Sequence[float], layout: Layout, *,
+    def __init__(self, streams: Sequence[TokenStream], shares: Sequence[Sequence[int]], layout: Layout, *,
                  rank: int, seed: int, shuffle: bool, vocab_size: int, device: torch.device) -> None:  # fmt: skip
-        self.streams, self.weights, self.layout = streams, weights, layout
+        self.streams, self.shares, self.layout = streams, shares, layout
         self.rank, self.seed, self.shuffle, self.vocab_size, self.device = rank, seed, shuffle, vocab_size, device
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[tuple[GlobalBatch, Tensor]]] | None = None
@@ -131,7 +197,7 @@ class Loader:
 
     def window_ids(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """(source, window) of each position: every window of a source once per pass over it, in a new order each pass."""
-        source, count = mixed(positions, self.weights)
+        source, count = mixed(positions, self.shares)
         window = np.empty_like(count)
         for k, stream in enumerate(self.streams):
             here = source == k
@@ -178,14 +244,12 @@ def _shift(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_BT[:, :-1].clamp(min=0), tokens_BT[:, 1:].contiguous()
 
 
-def evaluation_batches(streams: Sequence[TokenStream], T: int, micro: int, windows: int, rank: int, world_size: int,
+def evaluation_batches(stream: TokenStream, T: int, micro: int, windows: int, rank: int, world_size: int,
                        device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """The first `windows` windows of the streams in file order, dealt to the ranks; the same number of (inputs, targets) on each."""
-    ids = [(stream, w) for stream in streams for w in range(min(windows, stream.windows(T)))][:windows]
-    per_round = micro * world_size
-    for start in range(0, len(ids), per_round):
+    """The first `windows` windows of a stream in file order, dealt to the ranks; the same number of (inputs, targets) on each."""
+    for start in range(0, windows, micro * world_size):
         rows = np.full((micro, T + 1), IGNORED, np.int64)
-        for b, (stream, w) in enumerate(ids[start + rank * micro : min(start + (rank + 1) * micro, len(ids))]):
+        for b, w in enumerate(range(start + rank * micro, min(start + (rank + 1) * micro, windows))):
             rows[b] = stream.read(w * T, T + 1)
         tokens_BT = torch.from_numpy(rows).to(device)
         yield _shift(tokens_BT)

@@ -1,6 +1,6 @@
 """Where a run starts: at step 0, or at a checkpoint that fits its config, data and model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pretrain import checkpoint
 from pretrain.config import Config, ConfigError, identity
+from pretrain.order import shares
 from pretrain.ranks import broadcast, rank_in, together
 from pretrain.runfolder import changed_keys
 
@@ -115,8 +116,10 @@ def check_settings(cfg: Config, start: Start, strategy: Mapping[str, Any]) -> li
     return changed
 
 
-def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raises ConfigError where data, tokenizer or model are not the checkpoint's: that is another run, whatever is asked."""
+def check_fits(
+    start: Start, fingerprints: list[str], mixture: Sequence[Sequence[int]], tokenizer: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError where data, their mixture, tokenizer or model are not the checkpoint's: that is another run, whatever is asked."""
     assert start.checkpoint is not None
     theirs = start.numbers["identity"]
     for what, before, now in (
@@ -127,6 +130,10 @@ def check_fits(start: Start, fingerprints: list[str], tokenizer: Mapping[str, An
             raise ConfigError(
                 f"{what} is not what {start.checkpoint} was trained on (fingerprint {before}, now {now}); train it in a new run: run.name=NEW"
             )
+    if theirs.get("mixture", shares([1.0])) != mixture:  # at another mixture the position would skip windows, and repeat others
+        raise ConfigError(
+            f"data.train's weights are not those that {start.checkpoint} was trained with; train the new mixture in a new run: run.name=NEW"
+        )
     described = checkpoint.read_json(start.checkpoint, "model.json")
     shape = ("n_layer", "n_head", "n_embd", "n_positions")
     differ = [

@@ -177,17 +177,23 @@ def evaluate(job: Job, progress: Progress) -> None:
     if not job.cfg.train.eval_every:
         return
     with job.clock.apart("evaluation"), job.strategy.evaluation_weights() as module:
-        batches = evaluation_batches(job.sets.val, job.layout.sequence_length, job.layout.micro, job.sets.eval_windows,
-                                     job.world.rank, job.world.size, job.clock.device)  # fmt: skip
         same_graph = job.compile_mode != "off" and job.cfg.model.dropout == 0 and job.cfg.model.build is None and not job.strategy.sharded
-        loss, tokens = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device, same_graph)
+        by_set = {}
+        for name, stream, windows in zip(job.sets.val_names, job.sets.val, job.sets.eval_windows, strict=True):
+            batches = evaluation_batches(stream, job.layout.sequence_length, job.layout.micro, windows,
+                                         job.world.rank, job.world.size, job.clock.device)  # fmt: skip
+            by_set[name] = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device, same_graph)
+    loss, tokens = evaluation.together(list(by_set.values()))
     metrics = {"step": progress.step, **evaluation.evaluation_metrics(loss, job.sets.bytes_per_token)}
+    if len(by_set) > 1:
+        metrics |= {f"val_loss/{name}": of_one for name, (of_one, _) in by_set.items()}
     if job.tracker:
         job.tracker.log(metrics)
     per_byte = metrics["val_bits_per_byte"]
     job.say(
         f"step {progress.step:,}/{job.layout.steps:,}  validation loss {loss:.4f}"
         + (f"  {per_byte:.3f} bits per byte" if per_byte else "")
+        + (f"  {', '.join(f'{name} {of_one:.4f}' for name, (of_one, _) in by_set.items())}" if len(by_set) > 1 else "")
         + f"  ({tokens:,} tokens)"
     )
 
@@ -239,6 +245,7 @@ def checkpoint_numbers(job: Job, progress: Progress) -> dict[str, Any]:
             "config": config.identity(job.cfg),
             "strategy": job.strategy.identity(),
             "data": job.sets.fingerprints,
+            "mixture": job.sets.shares,
             "tokenizer": job.sets.tokenizer["sha256"],
         },
         "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},

@@ -119,6 +119,7 @@ class Watch:
             "tokens": progress.tokens,
             "position": progress.position,
             "epoch": progress.position / job.sets.windows_per_epoch,
+            **job.sets.mixture(progress.position, progress.passed_over),
             "loss": sum(row[3] for row in rows) / batch.tokens,
             "lr": lr_at(progress.step, job.cfg.optim, job.layout.steps),
             "grad_norm": math.sqrt(sum(row[4] ** 2 for row in rows) / len(rows)),  # differs between replicas that train apart

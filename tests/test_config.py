@@ -212,12 +212,11 @@ def test_contradictions_name_their_keys(write: Write) -> None:
         ({"data.train": []}, "data.train: missing"),
         ({"train.epochs": 1}, "exactly one of"),
         ({"train.max_steps": None}, "exactly one of"),
-        (
-            {"data.train": [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}], "train.max_steps": None, "train.epochs": 1},
-            "no common epoch",
-        ),
-        ({"data.train": [{"path": "a"}]}, "a list of {path, weight}"),
+        ({"data.train": [{"weight": 1}]}, "a list of paths or of {path, weight}"),
         ({"data.train": [{"path": "a", "weight": 0}]}, "the weight of a must be above 0"),
+        ({"data.train": [{"path": "a", "weight": -1}]}, "the weight of a must be above 0"),
+        ({"data.train": [{"path": "a", "weight": 1}, "b"]}, "some sets have weights and others have not"),
+        ({"data.val": [{"path": "a", "weight": 1}]}, "data.val: every set is evaluated by itself"),
         ({"run.name": "a/b"}, "run.name: must be one folder name"),
         ({"run.name": ".."}, "run.name: must be one folder name"),
     ):
@@ -229,6 +228,10 @@ def test_contradictions_name_their_keys(write: Write) -> None:
 def test_a_mixture_keeps_its_weights(write: Write) -> None:
     cfg = load(write({"data.train": [{"path": "a", "weight": 3}, {"path": "b", "weight": 0.5}]}))
     assert cfg.data.train == (Source("a", 3.0), Source("b", 0.5))
+    assert load(write({}), ["data.train=[a, b]"]).data.train == (Source("a"), Source("b"))
+    assert load(write({"data.train": to_dict(cfg)["data"]["train"]})) == cfg
+    by_size = replace(cfg, "data.train", (Source("a"), Source("b")))
+    assert load(write({"data.train": to_dict(by_size)["data"]["train"]})) == by_size
 
 
 def test_options_are_checked_against_the_strategys_own(write: Write) -> None:

@@ -19,6 +19,7 @@ from pretrain import config as configs
 from pretrain.config import ConfigError
 from pretrain.inspection import check_ledger
 from pretrain.job import Finished
+from pretrain.order import shares
 from pretrain.resume import check_fits, check_settings, find_start
 from pretrain.strategies import OPTIONS
 
@@ -280,9 +281,10 @@ def test_another_tokenizer_is_named(stopped: Path) -> None:
     start = find_start(configs.load(stopped, [], OPTIONS), quiet)
     described = checkpoint.read_json(start.checkpoint, "model.json")  # type: ignore[arg-type]
     data = start.numbers["identity"]["data"]
-    check_fits(start, data, {"sha256": "sha256 of toy"}, described)
+    alone = shares([1.0])
+    check_fits(start, data, alone, {"sha256": "sha256 of toy"}, described)
     with pytest.raises(ConfigError, match="the tokenizer is not what"):
-        check_fits(start, data, {"sha256": "another"}, described)
+        check_fits(start, data, alone, {"sha256": "another"}, described)
 
 
 def test_a_finished_run_says_how_to_train_longer(ranks: Ranks, config: Config) -> None:
