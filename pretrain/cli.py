@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pretrain import __version__
@@ -106,11 +106,22 @@ def compare(o: argparse.Namespace) -> int:
 
 
 def inspect(o: argparse.Namespace) -> int:
-    from pretrain import inspection
+    if (o.folder / "status.json").exists() or (o.folder / "checkpoints").is_dir():
+        from pretrain import inspection
 
-    is_run = (o.folder / "status.json").exists() or (o.folder / "checkpoints").is_dir()
-    lines = inspection.inspect_run(o.folder, ledger=o.ledger) if is_run else inspection.inspect_set(o.folder, verify=o.verify)
-    print("\n".join(lines))
+        lines: Iterable[str] = inspection.inspect_run(o.folder, ledger=o.ledger)
+    else:
+        from pretrain import set_inspection
+
+        limit = None if o.verify else o.limit or None
+        if o.find is not None:
+            lines = set_inspection.occurrences(o.folder, o.tokenizer, o.split, o.find, o.sequence_length, limit)
+        elif o.window is not None:
+            lines = set_inspection.window(o.folder, o.tokenizer, o.split, o.window, o.sequence_length)
+        else:
+            lines = set_inspection.overview(o.folder, o.tokenizer, o.sequence_length, limit, o.verify, o.plot)
+    for line in lines:
+        print(line)
     return 0
 
 
@@ -198,10 +209,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--strategies", type=_strategies, default="", help="names, with commas between (default: all)")
     p.add_argument("--processes", type=_counts, default="1,2,4", help="numbers of processes (default %(default)s)")
 
-    p = add(inspect, "look into a prepared set or a run", "pretrain inspect runs/quickstart --ledger")
-    p.add_argument("folder", type=Path)
-    p.add_argument("--verify", action="store_true", help="a set: hash every file again")
+    p = add(inspect, "look into a set of tokens or a run", 'pretrain inspect data/mine --find "fellow citizens"')
+    p.add_argument("folder", type=Path, help="a prepared set, a file or folder of other people's token files, or a run folder")
     p.add_argument("--ledger", action="store_true", help="a run: prove that no window was skipped or trained on twice")
+    a_set = p.add_argument_group("a set")
+    a_set.add_argument("--verify", action="store_true", help="hash every file again, and look at every token")
+    a_set.add_argument("--find", metavar="TEXT", help="where this text is")
+    a_set.add_argument("--window", type=_at_least(0), metavar="N", help="show window N whole, as training sees it")
+    a_set.add_argument("--split", choices=["train", "val"], help="of --find (default: all) and --window (default: train)")
+    a_set.add_argument("--sequence-length", type=_at_least(1), default=1024, metavar="T", help="tokens of a window (default %(default)s)")
+    a_set.add_argument("--tokenizer", help="of a set that brings none: gpt2, byte, a Hugging Face name or folder")
+    a_set.add_argument(
+        "--limit", type=_at_least(0), default=10**9, metavar="N", help="look at so many tokens of a split; 0 at all (default 1,000,000,000)"
+    )
+    a_set.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the lengths of the documents there")
     return parser
 
 
@@ -219,6 +240,15 @@ def _counts(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"expected numbers of processes such as 1,2,4; found {text!r}")
     return [int(part) for part in parts]
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least}; found {text!r}")
+        return int(text)
+
+    return number
 
 
 def _say(line: str) -> None:

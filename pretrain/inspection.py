@@ -1,43 +1,11 @@
-"""What is in a prepared set or a run folder, and whether it is whole."""
+"""What is in a run folder, and whether it is whole."""
 
 import json
 from pathlib import Path
 
-from pretrain import checkpoint, shards
+from pretrain import checkpoint
 from pretrain.config import ConfigError
 from pretrain.runfolder import read_status
-
-
-def inspect_set(folder: Path, *, verify: bool) -> list[str]:
-    """Raises ShardError where --verify finds a file that has changed."""
-    lines = []
-    for split in ("train", "val"):
-        try:
-            stream = shards.open_split(folder, split)
-        except shards.ShardError as error:
-            if split == "val" and "no val split" in str(error):
-                lines.append("val    none")
-                continue
-            raise
-        lines.append(f"{split:<6} {stream.tokens:>15,} tokens in {len(stream.shards)} files of {stream.shards[0].dtype}")
-        if verify and stream.manifest:
-            for file in stream.manifest["files"][split]:
-                if shards.sha256(folder / file["name"]) != file["sha256"]:
-                    raise shards.ShardError(
-                        f"{folder / file['name']} has changed since it was prepared; copy it again or prepare the set again"
-                    )
-            lines[-1] += ", every byte as prepared"
-    manifest = shards.read_manifest(folder)
-    if manifest is None:
-        return [*lines, "no manifest: a bare set, tokenizer unknown"]
-    documents = manifest["documents"]
-    skipped = ", ".join(f"{n:,} {reason}" for reason, n in documents["skipped"].items()) or "none"
-    return [
-        *lines,
-        f"tokenizer   {manifest['tokenizer']['name']}, {manifest['vocab_size']:,} ids, end of text {manifest['eos_id']}",
-        f"documents   {documents['read']:,} read, {documents['kept']:,} kept, skipped: {skipped}",
-        f"fingerprint {manifest['fingerprint']}",
-    ]
 
 
 def inspect_run(folder: Path, *, ledger: bool) -> list[str]:

@@ -128,6 +128,7 @@ def start(
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     end = numbers.steps * numbers.windows if numbers.last_position is None else numbers.last_position
     notes = [*notes, *sets.describe_mixture(end), f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
+             *(f"{stream.name}: bare files in the format of {stream.format}" for stream in (*sets.train, *sets.val) if stream.manifest is None),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
     _open(job, found, facts, notes, began)
     return job, progress

@@ -14,10 +14,10 @@ CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
     {"token_files"},
     {"config", "shards", "order", "launched", "ranks", "hashed_file"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
-    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies"},
-    {"resume", "saver", "precision", "export", "report", "inspection"},
-    {"job", "evaluate_trained", "supervise"},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", "histogram", *CORPUS},
+    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes"},
+    {"resume", "saver", "precision", "export", "report", "inspection", "set_contents"},
+    {"job", "evaluate_trained", "supervise", "set_inspection"},
     {"watch"},
     {"rollback"},
     {"train"},
@@ -27,11 +27,11 @@ LEVELS: tuple[set[str], ...] = (
 # Top-level package -> the only modules that may import it.
 WALLS = {
     "datasets": CORPUS,
-    "tokenizers": CORPUS,
+    "tokenizers": CORPUS | {"token_bytes"},
     "tiktoken": CORPUS,
     "pyarrow": CORPUS,
     "wandb": {"tracking", "report"},
-    "matplotlib": {"report"},
+    "matplotlib": {"report", "histogram"},
     "accelerate": {"strategies", "tracking", "launch"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

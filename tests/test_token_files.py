@@ -1,5 +1,7 @@
 """Other people's token files: each format read token for token, known for what it is, and damage told with its numbers."""
 
+import contextlib
+import io
 import resource
 import struct
 import time
@@ -7,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drive
 import foreign
 import numpy as np
 import pytest
+from group import Ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -308,3 +312,25 @@ def test_billions_of_tokens_open_at_once_in_every_format(tmp_path: Path) -> None
         assert (stream.format, stream.tokens, stream.windows(1024)) == (kind, tokens, 4_882_812)
         assert stream.read(tokens - 1025, 1025).tolist() == list(range(1, 1026))
     assert time.perf_counter() - began < 2
+
+
+def trained(path: Path) -> tuple[drive.Rows, str]:
+    """(rows of the first updates, what the start said)."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        rows, _ = drive.run(path, [], 2)
+    return rows, said.getvalue()
+
+
+def test_a_run_trains_on_other_peoples_files_as_on_its_own(
+    tmp_path: Path, config: Callable[..., Path], make_set: Callable[..., Path], ranks: Ranks
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 50, 128 * 16 + 1).tolist()
+    sets = {"ours": make_set("ours", tokens), "Megatron": tmp_path / "m.idx", "datatrove": tmp_path / "d.ds"}
+    for write, name in ((foreign.megatron, "m.bin"), (foreign.datatrove, "d.ds")):
+        write(tmp_path / name, [tokens[:900], tokens[900:]])
+    paths = {kind: config({"model.vocab_size": 50, "data.train": path, "run.name": kind}, kind) for kind, path in sets.items()}
+    found = {kind: ranks.run(trained, path, size=1)[0] for kind, path in paths.items()}
+    for kind in ("Megatron", "datatrove"):
+        assert found[kind][0] == found["ours"][0]
+        assert f"{sets[kind]} (train): bare files in the format of {kind}" in found[kind][1]
