@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "documents", "tokenization", "workers"}
 LEVELS: tuple[set[str], ...] = (
-    {"token_files"},
+    {"token_files", "histogram"},
     {"config", "shards", "order", "launched", "ranks", "hashed_file"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", "histogram", *CORPUS},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes"},
     {"resume", "saver", "precision", "export", "report", "inspection", "set_contents"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},
