@@ -180,6 +180,7 @@ def _verified(found: TokenSet) -> Iterator[str]:
 
 
 def _lengths(found: TokenSet, split: str, inside: Contents) -> Iterator[str]:
+    """The end of text counts as a token of its document."""
     yield ""
     documents = found.documents(split)
     if not documents.marked:
@@ -193,7 +194,7 @@ def _lengths(found: TokenSet, split: str, inside: Contents) -> Iterator[str]:
         return
     shortest, median, longest = (inside.length_at(share) for share in (0.0, 0.5, 1.0))
     mean = sum(length * n for length, n in inside.lengths.items()) / inside.documents
-    yield f"{split}: tokens per document, end of text included: {shortest:,} to {longest:,}, median {median:,}, mean {mean:,.1f}"
+    yield f"{split}: documents of {shortest:,} to {longest:,} tokens, median {median:,}, mean {mean:,.1f}"
     yield from histogram.lines(inside.lengths)
 
 

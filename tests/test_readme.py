@@ -118,6 +118,20 @@ def test_the_swiglu_of_the_readme_trains_resumes_and_samples(sandbox: Path, monk
     assert run(sandbox, "pretrain generate runs/swiglu --prompt My").startswith("My")
 
 
+def shape(text: str) -> list[str]:
+    """The lines that start a part of `pretrain inspect`, with numbers for what differs between sets."""
+    lines = [" ".join(re.sub(r"[0-9a-f]{32}|[\d,.]+", "#", line).split()) for line in text.splitlines()]
+    return [shaped for line, shaped in zip(text.splitlines(), lines, strict=True) if re.match("[a-z]", line)]
+
+
+@pytest.mark.launch
+def test_what_the_readme_shows_of_a_set_is_what_is_said(sandbox: Path) -> None:
+    shown = README.split("```text\ndata/quickstart: a prepared set\n")[1].split("```")[0]
+    said = shape(run(sandbox, "pretrain inspect data/quickstart"))
+    assert len(shape(shown)) == 9
+    assert [line for line in shape(shown) if line not in said] == []
+
+
 def test_the_table_of_config_keys_is_generated() -> None:
     done = subprocess.run([sys.executable, "scripts/write_config_table.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "run: python scripts/write_config_table.py"
