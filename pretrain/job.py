@@ -1,5 +1,6 @@
 """Everything that exists before step 1: data, processes, model, strategy, checkpoint, run folder; or one line why not."""
 
+import math
 import os
 import platform
 import shutil
@@ -55,6 +56,7 @@ class Job:
     control: dist.ProcessGroup | None  # CPU group of all ranks; None for one process
     saver: Saver
     described: dict[str, Any]  # model.json
+    init_hash: str  # of the weights at step 0
     tracker: Tracker | None  # main process only
     ledger: runfolder.Lines | None  # main process only
     tokenizer: Any  # main process only, None where the set has none
@@ -105,26 +107,27 @@ def start(
         runfolder.Status(cfg.folder, 0).reached(found.progress.step)
     progress, changed = found.progress, check_settings(cfg, found, strategy.identity())
 
-    module = models.build(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
+    module, initial = models.outline(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     described = models.describe(module, cfg.model.build)
-    init_hash, parameters = models.weights_hash(module), models.parameter_count(module)
+    init_hash, parameters = found.numbers.get("init_hash") or models.weights_hash(module, initial), models.parameter_count(module)
+    if initial is not None and found.checkpoint is not None:
+        initial = module.padded(lambda name, real: None)  # the checkpoint has them all
     agree(control, {"config": everything_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": runfolder.code_hash()})
     flops = models.flops_per_token(module, numbers.sequence_length)
     compile_mode, compile_why = machine.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
         models.compile_model(module, compile_mode)
-    model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim))
+    model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim), initial)
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.shares, sets.tokenizer, described)
         notes = [*notes, *load(found, cfg, strategy)]
 
     loader = Loader(sets.train, sets.shares, numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
-    saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, progress.step, numbers.steps, tell)
-    saver.damaged.update(found.damaged)
-    saver.seconds = found.numbers.get("save_seconds", 0.0)
+    saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, numbers.steps, tell)
+    saver.step, saver.damaged, saver.seconds = progress.step, set(found.damaged), found.numbers.get("save_seconds", 0.0)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
-              control, saver, described, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
+              control, saver, described, init_hash, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     end = numbers.steps * numbers.windows if numbers.last_position is None else numbers.last_position
     notes = [*notes, *sets.describe_mixture(end), f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
@@ -224,7 +227,7 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     if files := runfolder.record_code(folder):
         job.say(f"code changed since the first start: {', '.join(files)}")
     runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step else -1)
-    runfolder.cut_torn_line(folder / "ledger.jsonl")
+    runfolder.cut_back(folder / "ledger.jsonl", math.inf)
     source = Path(cfg.data.train[0].path) / "tokenizer"
     if source.is_dir() and not (folder / "tokenizer").exists():
         shutil.copytree(source, folder / "tokenizer")

@@ -6,15 +6,19 @@ Shape suffixes: B sequences, T tokens, D width, V rows of the embedding, N = B·
 import hashlib
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from pretrain.config import Config, ConfigError
+from pretrain.initial import Initial, fill, on_meta
 from pretrain.loader import IGNORED
 
 _PAD_ROWS_TO = 64  # matrix products want the vocabulary a multiple of this
@@ -65,16 +69,29 @@ class PretrainGPT2(GPT2LMHeadModel):  # type: ignore[misc]
         return _TokenLoss.apply(logits_NV, targets_N, self.vocab_size), (targets_N != IGNORED).sum()
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Fill each parameter from its own CPU generator, seeded by (seed, name): the same values however they are laid out."""
+    def initialise(self, initial: Initial) -> None:
         for name, parameter in self.named_parameters():
-            value = initial_value(name, self.real_shape(name, parameter), self.config.n_layer, seed)
-            parameter.zero_()
-            parameter[tuple(slice(n) for n in value.shape)].copy_(value)
+            parameter.copy_(initial(name))
 
-    def real_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """The parameter's shape without padded rows."""
-        return torch.Size((self.vocab_size, *parameter.shape[1:])) if name == "transformer.wte.weight" else parameter.shape
+    def initial(self, seed: int) -> Initial:
+        """Each weight from its own CPU generator, seeded by (seed, name): the same values however they are laid out. Padded rows are 0."""
+        n_layer = self.config.n_layer
+        return self.padded(lambda name, real: initialise(name, real, n_layer, seed))
+
+    def padded(self, fill: Callable[[str, Tensor], object]) -> Initial:
+        """Weights whose real rows `fill` writes, one at a time."""
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+
+        def initial(name: str) -> Tensor:
+            whole = torch.zeros(shapes[name])
+            fill(name, self.real(name, whole))
+            return whole
+
+        return initial
+
+    def real(self, name: str, tensor: Tensor) -> Tensor:
+        """Of a whole weight, without padded rows."""
+        return tensor[: self.vocab_size] if name == "transformer.wte.weight" else tensor
 
     def as_causal_lm(self) -> GPT2LMHeadModel:
         """The same modules behind transformers' own forward, for `generate`. Padded ids must be suppressed there."""
@@ -84,23 +101,29 @@ class PretrainGPT2(GPT2LMHeadModel):  # type: ignore[misc]
         return plain.eval() if not self.training else plain
 
 
-def initial_value(name: str, shape: torch.Size, n_layer: int, seed: int) -> Tensor:
+def initialise(name: str, weight: Tensor, n_layer: int, seed: int) -> None:
     """GPT-2's initialisation: N(0, 0.02), residual projections divided by √(2·layers) (Radford et al. 2019, §2.3), biases 0, gains 1."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) <= 1:
-        return torch.ones(shape)
+    if weight.ndim <= 1:
+        weight.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]) >> 1)
-    std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    weight.normal_(0.0, 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02, generator=generator)
 
 
 def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
-    """The model on the CPU in fp32, initialised. Raises ConfigError where `init_from` or `build` does not fit."""
+    """Whole, on the CPU in fp32, with its initial weights. Raises ConfigError where `init_from` or `build` does not fit."""
+    model, initial = outline(cfg, vocab_size, eos_id)
+    if initial is not None:
+        fill(model, initial, torch.device("cpu"))
+    return model
+
+
+def outline(cfg: Config, vocab_size: int, eos_id: int | None) -> tuple[PretrainGPT2, Initial | None]:
+    """(the model on the meta device, its initial weights); one of `model.build`, which may compute what it likes as it is made, whole, and
+    None. Raises ConfigError where `init_from` or `build` does not fit."""
     vocab_size = cfg.model.vocab_size or vocab_size
-    found = _from_pretrained(cfg, vocab_size) if cfg.model.init_from else None
-    if found is not None:
-        config = found.config
+    if cfg.model.init_from:
+        config = _config_of(cfg, vocab_size)
     else:
         n_layer, n_head, n_embd = cfg.shape
         config = GPT2Config(
@@ -109,13 +132,15 @@ def build(cfg: Config, vocab_size: int, eos_id: int | None) -> PretrainGPT2:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = cfg.model.dropout
     torch.manual_seed(cfg.init_seed)
     model = _make(config, vocab_size, cfg.model.build)
+    initial: Initial | None = None
     if isinstance(model, PretrainGPT2):  # any other module has initialised itself
-        model.initialise(cfg.init_seed)
-    if found is not None:
-        load_plain(model, found.state_dict())
+        initial = model.padded(Pretrained(cfg.model.init_from)) if cfg.model.init_from else model.initial(cfg.init_seed)
+    if initial is not None and not on_meta(model):
+        model.initialise(initial)
+        initial = None
     if cfg.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return model, initial
 
 
 def describe(model: PretrainGPT2, build: str | None) -> dict[str, Any]:
@@ -124,12 +149,15 @@ def describe(model: PretrainGPT2, build: str | None) -> dict[str, Any]:
 
 
 def from_description(described: Mapping[str, Any]) -> PretrainGPT2:
-    """The module with weights still to be loaded."""
-    return _make(GPT2Config.from_dict(dict(described["config"])), described["vocab_size"], described["build"])
+    """The module, whole on the CPU, with weights still to be loaded."""
+    model = _make(GPT2Config.from_dict(dict(described["config"])), described["vocab_size"], described["build"])
+    if on_meta(model):
+        fill(model, model.padded(lambda name, real: None), torch.device("cpu"))
+    return model
 
 
 def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT2:
-    """On the CPU in training mode, with `config` (padded rows counted) and `vocab_size` attached; ours with weights still to be filled.
+    """In training mode, with `config` (padded rows counted) and `vocab_size` attached; ours on the meta device.
 
     What `build` names may be any module with our forward; it is typed as ours for the attributes that it gets here.
     """
@@ -145,11 +173,6 @@ def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT
     else:
         with torch.device("meta"):
             model = PretrainGPT2(config)
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
     model.vocab_size = vocab_size
     model.train()
     return model
@@ -165,13 +188,11 @@ def _custom(path: str) -> Any:
         ) from None
 
 
-def _from_pretrained(cfg: Config, vocab_size: int) -> GPT2LMHeadModel:
+def _config_of(cfg: Config, vocab_size: int) -> GPT2Config:
+    """Of the model that `init_from` names."""
     source = cast(str, cfg.model.init_from)
-    try:
-        found = GPT2LMHeadModel.from_pretrained(source, dtype=torch.float32)
-    except Exception as error:  # transformers raises OSError, ValueError, or what the hub's client raised
-        raise ConfigError(f"model.init_from: cannot load {source!r}: {str(error).splitlines()[0]}") from None
-    c = found.config
+    with _naming(source):
+        c: GPT2Config = GPT2Config.from_pretrained(source)
     wanted = {
         "vocab_size": vocab_size,
         **({} if cfg.shape == (0, 0, 0) else dict(zip(("n_layer", "n_head", "n_embd"), cfg.shape, strict=True))),
@@ -181,7 +202,37 @@ def _from_pretrained(cfg: Config, vocab_size: int) -> GPT2LMHeadModel:
         differ.append(f"{c.n_positions} positions, data.sequence_length is {cfg.data.sequence_length}")
     if differ:
         raise ConfigError(f"model.init_from: {source} has " + "; ".join(differ))
-    return found
+    return c
+
+
+class Pretrained:
+    """The weights of a Hugging Face model, read when first asked for: one by one from a file of safetensors, else whole."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._stored: Callable[[str], Tensor] | None = None
+
+    def __call__(self, name: str, real: Tensor) -> None:
+        with _naming(self._source):
+            if self._stored is None:
+                self._stored = self._open()
+            real.copy_(self._stored(name))
+
+    def _open(self) -> Callable[[str], Tensor]:
+        file = cached_file(self._source, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            return GPT2LMHeadModel.from_pretrained(self._source, dtype=torch.float32).state_dict().__getitem__  # type: ignore[no-any-return]
+        stored = safe_open(file, "pt")
+        short = "transformer.wte.weight" not in stored.keys()  # noqa: SIM118  it is no mapping
+        return lambda name: stored.get_tensor(name.removeprefix("transformer.") if short else name)
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # transformers raises OSError, ValueError, or what the hub's client raised
+        raise ConfigError(f"model.init_from: cannot load {source!r}: {str(error).splitlines()[0]}") from None
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -192,8 +243,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """`named_tensors` without padded rows: what exports and hashes hold."""
-    cut = model.real_shape if isinstance(model, PretrainGPT2) else lambda _, tensor: tensor.shape
-    return {name: tensor[: cut(name, tensor)[0]] if tensor.ndim else tensor for name, tensor in named_tensors(model).items()}
+    real = model.real if isinstance(model, PretrainGPT2) else lambda _, tensor: tensor
+    return {name: real(name, tensor) for name, tensor in named_tensors(model).items()}
 
 
 @torch.no_grad()
@@ -203,14 +254,17 @@ def load_plain(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         tensor.copy_(state[name])
 
 
-def weights_hash(model: nn.Module) -> str:
-    return tensors_hash(plain_state(model))
+def weights_hash(model: PretrainGPT2, initial: Initial | None = None) -> str:
+    """Of the real rows of all weights; of those that `initial` gives where the model has none yet."""
+    return tensors_hash(
+        (name, tensor if initial is None else model.real(name, initial(name))) for name, tensor in plain_state(model).items()
+    )
 
 
-def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and bits, in the mapping's order."""
+def tensors_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Of names and bits, in this order."""
     digest = xxhash.xxh3_128()
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)  # a 0-d tensor has no bytes to view
     return digest.hexdigest()

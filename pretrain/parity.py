@@ -119,7 +119,7 @@ def run_cell(cell: Cell, folder: Path, stops: StopRequests) -> tuple[Result, Arr
     ]
     cfg = config.load(folder / "parity.yaml", overrides, OPTIONS)
     job, progress = start(cfg, folder / "parity.yaml", overrides, launch.read_world(), [], stops)
-    result = Result(initial=tensors_hash(dict(sorted(job.strategy.whole_weights()))))
+    result = Result(initial=tensors_hash(sorted(job.strategy.whole_weights())))
     while progress.step < _STEPS:
         with CollectiveCounter(leave_out=[job.control] if job.control else []) as counter:
             batch, loss_sum, update = train.update(job, progress.step + 1, progress.position)

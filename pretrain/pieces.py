@@ -87,5 +87,5 @@ def write_safetensors(path: Path, part: Sequence[Piece]) -> dict[str, Any]:
     with HashedFile(path) as file:
         file.write(memoryview(len(text).to_bytes(8, "little") + text))
         for piece in part:
-            file.write(piece.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(piece.tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return file.entry

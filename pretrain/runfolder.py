@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from pretrain.config import ConfigError
 
 PACKAGE = Path(__file__).parent
-_LONGEST_LINE = 1 << 16  # bytes
+_BLOCK = 1 << 16  # bytes
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -196,27 +196,29 @@ def record_code(folder: Path) -> list[str]:
     return []
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Drop the records of steps after `step`, and a last line that a kill cut short."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
-    write_atomic(path, "".join(kept))
-
-
-def cut_torn_line(path: Path) -> None:
-    """Drop what a loss of power left of a last line: the next one would be joined to it."""
+def cut_back(path: Path, step: float) -> None:
+    """Drop the records of steps after `step`, and what a kill or a loss of power left of a last line: the next one would be joined to it. Reads
+    no further back, so that a start costs the same at any step."""
     if path.exists():
         with open(path, "r+b") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)  # its tail alone: a start costs the same at any step
-            file.seek(start)
-            file.truncate(start + file.read().rfind(b"\n") + 1)
+            file.truncate(next((end for end, record in _newest_first(file) if record["step"] <= step), 0))
+
+
+def _newest_first(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where it ends, record) of every whole line that is one."""
+    start, later = file.seek(0, os.SEEK_END), b""  # what has been read of a line whose beginning has not
+    while start:
+        end, start = start, max(0, start - _BLOCK)
+        file.seek(start)
+        block = file.read(end - start) + later
+        lines = block.splitlines(keepends=True)
+        later = lines.pop(0) if start else b""
+        end = start + len(block)
+        for line in reversed(lines):
+            if line.endswith(b"\n"):
+                with suppress(ValueError):
+                    yield end, json.loads(line)
+            end -= len(line)
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -21,12 +21,10 @@ from pretrain.ranks import gather, rank_in
 class Saver:
     """Every rank has one and calls it alike. `group` is its own: two threads that used one would meet each other's collectives."""
 
-    def __init__(
-        self, folder: Path, group: dist.ProcessGroup | None, train: Train, step: int, steps: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None, train: Train, steps: int, say: Callable[[str], None]) -> None:
         self.folder, self.group, self.train, self.say = folder, group, train, say
         self.steps = steps  # of the run
-        self.step = step  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
+        self.step = 0  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
         self.damaged: set[Path] = set()  # checkpoints that this run has passed over, and not yet written anew
         self.seconds = 0.0  # the longest that one took, copying included
         self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
@@ -37,15 +35,16 @@ class Saver:
 
     def start(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any], *,
               copied: bool) -> None:  # fmt: skip
-        """Returns as soon as training may change the tensors; at once where they are `copied` already. Call `wait` before."""
+        """Returns as soon as training may change the tensors: once they are copied, if they are not `copied` already, or, where nothing may
+        be written beside training, once they are written, which takes no memory. Call `wait` before."""
         assert self._pending is None
         began = time.perf_counter()
         mine = self._share(pieces(tensors))
-        staged = mine if copied else self._copy(mine)
+        staged = self._copy(mine) if self.train.async_checkpoint and not copied else mine
         waited = time.perf_counter() - began
         self._pending = self._thread.submit(self._write, step, staged, numbers, model, began, waited)
         if not self.train.async_checkpoint:
-            self.wait()
+            self._pending.exception()  # until it is written; `wait` tells how it went
 
     def wait(self) -> CheckpointError | None:
         """Until nothing is being written; why the last checkpoint failed, if it did."""

@@ -248,6 +248,7 @@ def checkpoint_numbers(job: Job, progress: Progress) -> dict[str, Any]:
             "mixture": job.sets.shares,
             "tokenizer": job.sets.tokenizer["sha256"],
         },
+        "init_hash": job.init_hash,
         "seeds": {"run": job.cfg.run.seed, "init": job.cfg.init_seed, "data": job.cfg.data_seed},
         "config_hash": config.identity_hash(job.cfg),
         "extras": job.strategy.extras_kind(),

@@ -156,7 +156,7 @@ def compare_replicas(job: Job, step: int) -> None:
     """All ranks call it. Raises ReplicasDiffer, on all of them, naming the first rank that differs; between synchronisations does nothing."""
     if job.control is None or not job.strategy.may_save(step):
         return
-    digest = tensors_hash({name: local(p.detach()) for name, p in job.strategy.named_parameters().items()})
+    digest = tensors_hash((name, local(p.detach())) for name, p in job.strategy.named_parameters().items())
     everyone: list[Any] = [None] * job.world.size
     dist.all_gather_object(everyone, (job.strategy.replica_key(), digest), group=job.control)
     first: dict[int, tuple[int, str]] = {}

@@ -5,6 +5,7 @@ FAULT=KIND:RANK:STEP   on that rank, at that step: raise | oom | nan | hang | ki
 PACE=SECONDS           each training forward takes so much longer, so that a signal finds it under way
 GATE_EVALUATION=FILE   each evaluation on rank 0 makes FILE.here, waits for FILE, and removes both
 GATE_SAVE=FILE         so does each checkpoint, before its manifest is written
+PATIENCE=SECONDS       so much longer than train.hang_timeout a rank waits in a collective
 """
 
 import os
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from pretrain import checkpoint
+from pretrain import checkpoint, job
 from pretrain.collectives import CollectiveCounter
+from pretrain.initial import Initial
 from pretrain.model import PretrainGPT2
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -63,8 +65,8 @@ class Faulty(PretrainGPT2):
         if self.kind == "build":
             raise RuntimeError("a fault made to order")
 
-    def initialise(self, seed: int) -> None:
-        super().initialise(seed)
+    def initialise(self, initial: Initial) -> None:
+        super().initialise(initial)
         if self.kind == "init":
             with torch.no_grad():
                 self.transformer.wpe.weight[0, 0] += 1
@@ -91,6 +93,9 @@ class Faulty(PretrainGPT2):
 
 
 model = Faulty
+
+if patience := os.environ.get("PATIENCE"):
+    job._AFTER_THE_WATCH = float(patience)
 
 if gate := os.environ.get("GATE_SAVE"):
     write_json = checkpoint._write_json

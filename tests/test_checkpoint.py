@@ -33,6 +33,8 @@ from pretrain.checkpoint import (
     save,
     verify,
 )
+from pretrain.config import Train
+from pretrain.saver import Saver
 
 NUMBERS = {"progress": {"step": 3, "position": 2**40}}
 MODEL = {"config": {"n_layer": 2}}
@@ -155,6 +157,19 @@ def test_a_save_that_fails_says_so_and_cleans_up(tmp_path: Path, monkeypatch: py
     with pytest.raises(CheckpointError, match=r"cannot publish .*step_00000003: rank 0: .*No space left on device"):
         save_one(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_how_a_save_went_is_told_once(tmp_path: Path, beside: bool) -> None:
+    """Also of one that training has waited for: the last of a run that fails must end it as failed."""
+    said: list[str] = []
+    (tmp_path / "checkpoints").write_text("no folder")
+    saver = Saver(tmp_path / "checkpoints", None, Train(async_checkpoint=beside), 9, said.append)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    assert "cannot write" in str(saver.wait())
+    assert saver.wait() is None
+    assert len(said) == 1
+    assert saver.step == 0
 
 
 def test_a_full_disk_is_named_and_the_old_checkpoint_stands(small_disk: Path) -> None:

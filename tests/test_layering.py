@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
-CORPUS = {"corpus", "documents", "tokenization", "workers"}
+CORPUS = {"corpus", "tokenization"}
 LEVELS: tuple[set[str], ...] = (
     {"token_files", "histogram"},
-    {"config", "shards", "order", "launched", "ranks", "hashed_file"},
+    {"config", "shards", "order", "launched", "ranks", "hashed_file", "initial"},
     {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes"},
     {"resume", "saver", "precision", "export", "report", "inspection", "set_contents"},

@@ -1,6 +1,7 @@
 """One run folder, one owner; its records are whole lines, and the first failure is the one that stands."""
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -21,7 +22,6 @@ from pretrain.runfolder import (
     changed_keys,
     claim,
     cut_back,
-    cut_torn_line,
     in_use,
     is_ours,
     join,
@@ -218,11 +218,30 @@ def test_lines_outlive_a_full_disk(small_disk: Path) -> None:
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    for content, kept in (('{"a": 1}\n{"b": 2}\n', 2), ('{"a": 1}\n{"b"', 1), ('{"a"', 0), ("", 0)):
+    for content, kept in (
+        ('{"step": 1}\n{"step": 2}\n', 2),
+        ('{"step": 1}\n{"step"', 1),
+        ('{"step": 1}\n\0\0\0', 1),
+        ('{"step"', 0),
+        ("", 0),
+    ):
         path.write_text(content)
-        cut_torn_line(path)
+        cut_back(path, math.inf)
         assert len(path.read_text().splitlines()) == kept
-    cut_torn_line(tmp_path / "none")
+
+
+def test_a_cut_reads_the_end_alone_wherever_blocks_fall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "x": "é" * (step % 5)}).encode() + b"\n" for step in range(30)]
+    for block in range(1, 70):
+        monkeypatch.setattr(subject, "_BLOCK", block)
+        for step in (-1, 0, 17, 28, 99):
+            path.write_bytes(b"".join(lines) + b'{"step": 3')
+            cut_back(path, step)
+            assert path.read_bytes() == b"".join(lines[: step + 1])
+    path.write_bytes(b"no record\n" * 9 + b"".join(lines))
+    monkeypatch.setattr(json, "loads", lambda line, loads=json.loads: loads(line) if line in lines[-3:] else pytest.fail("read on"))
+    cut_back(path, 27)
 
 
 def test_how_far_a_run_is_does_not_hide_that_it_failed(tmp_path: Path) -> None:

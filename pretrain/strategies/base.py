@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pretrain.config import Config, ConfigError, Layout, to_dict
+from pretrain.initial import Initial, fill
 from pretrain.optim import Recipe, gated_step, local, make_optimizer
 
 SETUP_TIMEOUT = timedelta(minutes=30)  # collectives of start-up wait for the slowest reader
@@ -119,17 +120,24 @@ class Strategy:
         """Accelerate's keyword handlers for this family."""
         return []
 
-    def prepare(self, module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Optimizer]:
-        self.module = module.to(self.accelerator.device)
+    def prepare(self, module: nn.Module, recipe: Recipe, initial: Initial | None = None) -> tuple[nn.Module, Optimizer]:
+        """`initial`: the weights of a module that is on the meta device."""
+        self.module, self.initial = module, initial
         if self.precision != "fp32":  # here and not in the loop, so that training and evaluation go through the same forward
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
             self.module.forward = torch.autocast(self.accelerator.device.type, dtype)(self.module.forward)
-        self.model = self.wrap(self.module)
+        self.model = self.wrap(self.place(module))
         self.optimizer = self.optimize(recipe)
         if self.precision == "fp16":
             self.scaler = torch.amp.GradScaler(self.accelerator.device.type)
             self.scaler.scale(torch.zeros((), device=self.accelerator.device))  # makes the scale a tensor, so that it can be saved
         return self.model, self.optimizer
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """On the device, with weights, for `wrap`."""
+        if self.initial is not None:
+            fill(module, self.initial, self.accelerator.device)
+        return module.to(self.accelerator.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         return module
@@ -203,7 +211,7 @@ class Strategy:
 
     def may_save(self, step: int) -> bool:
         """Whether the replicas agree after `step`, so that a checkpoint can be taken."""
-        return True
+        return step % self.save_interval == 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors under plain names, tied ones once: `model`, `optimizer` (NAME.KEY), `extras`; each rank its share."""

@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 from pretrain.config import Config, ConfigError, Layout, Limits
+from pretrain.initial import Filling, Initial
+from pretrain.pieces import pieces
 from pretrain.strategies.base import Strategy, on_cpu
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,6 +97,10 @@ class _Sharded(Strategy):
         inside = {id(p) for block in blocks for p in block.parameters()}
         self.in_blocks = {name for name, p in module.named_parameters() if id(p) in inside}
         return blocks
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Where it is: a unit at a time comes to the device, to be divided there."""
+        return module
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         squares = (super().total_norm(gradients) ** 2).to(self.accelerator.device)
@@ -175,6 +181,8 @@ class FSDP1(_Sharded):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         self.find_blocks(module)
+        if self.initial is not None:
+            self.plugin.param_init_fn = Filling(module, self.initial, self.accelerator.device).fill
         wrapped = self.accelerator.prepare_model(module)
         assert isinstance(wrapped, FullyShardedDataParallel), "Accelerate fell back from FSDP"
         return wrapped
@@ -263,7 +271,18 @@ class FSDP2(_Sharded):
             )
         sharded: nn.Module = fsdp2_prepare_model(self.accelerator, module)
         assert isinstance(sharded, FSDPModule), "Accelerate fell back from FSDP2"
+        if self.initial is not None:
+            self.fill(sharded, self.initial)
         return sharded
+
+    @torch.no_grad()
+    def fill(self, sharded: nn.Module, initial: Initial) -> None:
+        """Its share of each weight, of one after the other."""
+        sharded.to_empty(device="cpu" if self.options.cpu_offload else self.accelerator.device)
+        for name, p in sharded.named_parameters():
+            whole = initial(name)
+            for part in pieces({"": {name: p}}):
+                part.tensor.copy_(whole[tuple(slice(o, o + n) for o, n in zip(part.offsets, part.tensor.shape, strict=True))])
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         model.set_requires_gradient_sync(last or self.options.sync_each_micro)  # type: ignore[operator]

@@ -154,7 +154,7 @@ class LocalSGD(Strategy):
                 results.append(super().step(grad_clip))
         self.optimizer = self.replicas[0].optimizer
         self.steps += 1
-        if self.steps % self.options.sync_every == 0:
+        if self.may_save(self.steps):
             self.synchronise()
         norm = torch.stack([result.grad_norm for result in results]).square().mean().sqrt()
         return StepResult(norm, torch.stack([result.applied for result in results]).all())
@@ -227,10 +227,6 @@ class LocalSGD(Strategy):
         finally:
             for p, weight in zip(self.parameters, kept, strict=True):
                 p.data = weight
-
-    def may_save(self, step: int) -> bool:
-        every: int = self.options.sync_every
-        return step % every == 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The canonical moments are the replicas' mean; each replica's own are extras."""

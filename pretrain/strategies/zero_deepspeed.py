@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from pretrain.config import Config, ConfigError, Layout, Limits
+from pretrain.initial import Filling, Initial, fill
 from pretrain.optim import MUON_STATE, Recipe, make_optimizer
 from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Stored, Strategy, on_cpu
 
@@ -126,22 +127,29 @@ class DeepSpeed(Strategy):
             "zero_force_ds_cpu_optimizer": False,  # torch's AdamW runs in host memory too, and needs no compiler
         }
 
-    def prepare(self, module: nn.Module, recipe: Recipe) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, module: nn.Module, recipe: Recipe, initial: Initial | None = None) -> tuple[nn.Module, Optimizer]:
         """The module's parameters stay the same objects; what is updated are fp32 pieces of them, laid out flat."""
         self.all_train(module)
         self.module = module
-        exact = {name: p.detach().clone() for name, p in module.named_parameters()} if self.precision != "fp32" else {}
+        if initial is not None:
+            self.fill(initial)
+        elif self.precision != "fp32":
+            initial = {name: p.detach().clone() for name, p in module.named_parameters()}.__getitem__
         self.engine, _ = self.accelerator.prepare(module, make_optimizer(recipe, dict(module.named_parameters()), allocate=False))
         self.model, self.zero = self.engine, self.engine.optimizer
         self.optimizer = self.zero.optimizer  # torch's own, whose learning rate the loop sets
         self.allocate_state({"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (MUON_STATE,) if recipe.optim.momentum else ()}[recipe.optim.name])
-        if exact:  # DeepSpeed took its fp32 weights from those that it had cast
+        if initial is not None and self.precision != "fp32":  # DeepSpeed took its fp32 weights from those that it had cast
             for name, p in module.named_parameters():
-                self.set_weight(p, exact[name])
+                self.set_weight(p, initial(name))
             self.use_weights()
         if self.precision == "fp16":
             self.scaler = EngineScale(self.zero.loss_scaler)
         return self.engine, self.optimizer
+
+    def fill(self, initial: Initial) -> None:
+        """A module that is on the meta device."""
+        fill(self.module, initial, self.accelerator.device)
 
     def pieces(self) -> list[Tensor]:
         """This process's part of the fp32 weights, as the optimiser sees it."""
@@ -284,6 +292,16 @@ class DeepSpeed3(DeepSpeed):
     stage = 3
     Options = Stage3Options
     sharded = True
+
+    def fill(self, initial: Initial) -> None:
+        """One module after the other, each divided before the next, as DeepSpeed would divide a whole one."""
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        zero = deepspeed().zero.Init(module=nn.Module(), config_dict_or_path=config)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+        filling = Filling(self.module, lambda name: initial(name).to(dtype), self.accelerator.device)
+        for owner in self.module.modules():
+            filling.fill(owner)
+            zero._convert_to_zero_parameters(owner.parameters(recurse=False))
 
     def set_weight(self, p: Tensor, whole: Tensor) -> None:
         self.set_piece(p, whole)

@@ -1,0 +1,67 @@
+"""A process that keeps a part of the model never holds all of it, not even before step 1."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import drive
+import torch
+from group import Ranks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pretrain import job as jobs
+from pretrain import model as models
+
+Config = Callable[..., Path]
+SHARDED = ["fsdp1", "fsdp2", *(["deepspeed3"] if importlib.util.find_spec("deepspeed") else [])]
+SMALL = ["reduce_bucket_size=1000", "stage3_prefetch_bucket_size=1000", "stage3_param_persistence_threshold=0"]
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that tensors have held at once, of those that were made under it and are not on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again as what it does to its local part
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = storage
+        self.most = max(self.most, sum(storage.nbytes() for storage in self._live.values()))
+        return out
+
+
+def held_at_most(path: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """(the most bytes before the warm-up, those of the whole model)."""
+    found, warm_up = {}, jobs.warm_up
+    jobs.warm_up = lambda job: {}
+    for name in names:
+        options = [f"strategy.options.{option}" for option in SMALL] if name == "deepspeed3" else []
+        with Allocations() as allocations:
+            job, _ = drive.begin(path, [f"strategy.name={name}", f"run.name={name}", *options])
+        job.loader.close()
+        found[name] = allocations.most, 4 * models.parameter_count(models.outline(job.cfg, 64, 0)[0])
+        drive.leave()
+    jobs.warm_up = warm_up
+    return found
+
+
+def test_no_process_makes_the_whole_model(ranks: Ranks, config: Config) -> None:
+    """Of 6 equal blocks on 4 processes each makes its quarter and some of a block at a time; DeepSpeed keeps three quarters: what computes,
+    what is updated, and gradients. (The optimiser has no state.)"""
+    path = config({"model.n_layer": 6, "model.n_embd": 64, "optim.name": "sgd"})
+    for found in ranks.run(held_at_most, path, ["ddp", *SHARDED]):
+        most, whole = found.pop("ddp")
+        assert most >= whole, "nothing was counted"
+        for name, (most, whole) in found.items():
+            assert most < 0.9 * whole, name
