@@ -40,14 +40,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare(o: argparse.Namespace) -> int:
     from pretrain import corpus
 
-    manifest, was_there = corpus.prepare(o.source, o.output, tokenizer=o.tokenizer, val_fraction=o.val_fraction, val_split=o.val_split,
-                              workers=o.workers, text_field=o.text_field, overwrite=o.overwrite)  # fmt: skip
+    settings = corpus.Settings(o.tokenizer, o.val_fraction, o.val_split, o.text_field, encoding=o.encoding, documents=o.documents,
+                               on_bad=o.on_bad, deduplicate=o.deduplicate)  # fmt: skip
+    manifest, was_there = corpus.prepare(
+        o.source, o.output, settings, workers=o.workers, overwrite=o.overwrite, part=o.part, format=o.format and f".{o.format}"
+    )
+    if manifest is None:
+        print(f"part {o.part[0]} of {o.part[1]} is done; when all are: pretrain merge {o.output}")
+        return 0
     print(corpus.summary(manifest))
     print(
         f"{o.output} was prepared already, from the same sources"
         if was_there
         else f"prepared {o.output}; next: pretrain inspect {o.output}"
     )
+    return 0
+
+
+def merge(o: argparse.Namespace) -> int:
+    from pretrain import corpus
+
+    print(corpus.summary(corpus.merge(o.output, o.workers, o.overwrite)))
+    print(f"prepared {o.output}; next: pretrain inspect {o.output}")
     return 0
 
 
@@ -126,6 +140,8 @@ def inspect(o: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from pretrain.corpus.sources import FORMATS
+
     parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain GPT-2, data-parallel, the same way whatever the layout.", epilog=_EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"pretrain {__version__}")
@@ -142,7 +158,11 @@ def _parser() -> argparse.ArgumentParser:
         "turn text into token shards",
         "pretrain prepare input.txt --output data/mine --tokenizer byte --val-split tail --val-fraction 0.1",
     )
-    p.add_argument("source", nargs="+", help="files, folders or globs of .txt, .jsonl (also .gz) and .parquet")
+    p.add_argument(
+        "source",
+        nargs="+",
+        help="files, folders or globs of .txt, .jsonl, .ndjson, .json, .csv (also .gz and .zst), .parquet and .arrow; @FILE lists paths, - is standard input",
+    )
     p.add_argument("--output", type=Path, required=True, help="the set's folder, for example data/mine")
     p.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), byte, train:SIZE, or a Hugging Face name or folder")
     p.add_argument(
@@ -157,13 +177,41 @@ def _parser() -> argparse.ArgumentParser:
         default="hash",
         help="whole documents by content hash (default), or the end of the text",
     )
-    p.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; the bytes written are the same for any number")
+    p.add_argument("--workers", type=int, help="processes (default: one per core); the bytes written are the same for any number")
     p.add_argument(
         "--text-field",
         default="text",
-        help="the field of .jsonl and .parquet that holds the text (default %(default)s)",
+        help="the field or column that holds the text (default %(default)s)",
     )
+    p.add_argument(
+        "--documents",
+        default="file",
+        metavar="HOW",
+        help="a .txt is one document per file (default), line, blank-line, or between SEPARATORs such as '<|endoftext|>' or '\\n---\\n'",
+    )
+    p.add_argument(
+        "--format",
+        choices=[format[1:] for format in FORMATS],
+        default="",
+        help="of the files named and of standard input (default: by name, txt)",
+    )
+    p.add_argument("--encoding", default="utf-8", help="of text, for example latin-1, cp1252, utf-16 (default %(default)s)")
+    p.add_argument(
+        "--on-bad",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what can't be read ends the preparation (default), or is left out and counted",
+    )
+    p.add_argument(
+        "--deduplicate", action="store_true", help="leave out a document whose text an earlier one has; they are counted in any case"
+    )
+    p.add_argument("--part", type=_part, metavar="i/n", help="make only this share, for one of n array tasks; `pretrain merge` joins them")
     p.add_argument("--overwrite", action="store_true", help="replace a set that was made from other sources or settings")
+
+    p = add(merge, "join the parts of an array job", "pretrain merge data/mine")
+    p.add_argument("output", type=Path, help="the --output of every pretrain prepare --part i/n")
+    p.add_argument("--workers", type=int, help="processes")
+    p.add_argument("--overwrite", action="store_true", help="replace a set that is there already")
 
     p = add(
         train,
@@ -233,6 +281,13 @@ def _strategies(text: str) -> list[str]:
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise argparse.ArgumentTypeError(f"unknown strategy {unknown[0]!r}; there are {', '.join(STRATEGIES)}")
     return names
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a part such as 3/8, found {text!r}")
+    return int(number), int(parts)
 
 
 def _counts(text: str) -> list[int]:

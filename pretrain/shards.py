@@ -207,7 +207,7 @@ def _bare_files(path: Path) -> dict[str, list[Path]]:
         raise ShardError(f"{path}: no such set; make it with: pretrain prepare SOURCE --output {path}")
     if path.is_file():
         return {"all": [path]}
-    if list(path.glob("*.tmp")) or (path / ".lock").exists():
+    if list(path.glob("*.tmp")) or any((path / mark).exists() for mark in (".lock", ".parts")):
         raise ShardError(f"{path} is unfinished (it has no {MANIFEST}); run the same pretrain prepare again")
     found: dict[str, list[Path]] = {"train": [], "val": [], "all": []}
     for file in sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()):

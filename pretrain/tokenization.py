@@ -103,6 +103,11 @@ def identify(name: str) -> str:
     return f"{Path(name).name}@{digest.hexdigest()[:16]}"
 
 
+def cuts_at_lines(name: str) -> bool:
+    """Whether a text may be cut before any line break after a word, its parts giving the ids of the whole: so it is in GPT-2's scheme."""
+    return name in ("gpt2", "byte") or name.startswith("train:")
+
+
 def load_tokenizer(folder: str | Path) -> Any:
     """The Hugging Face tokenizer of a prepared set, or of any folder that holds one. Raises TokenizerError where there is none."""
     if not Path(folder).is_dir():

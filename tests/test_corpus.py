@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -22,18 +23,18 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pretrain import corpus as subject
 from pretrain import tokenization
-from pretrain.corpus import CorpusError, prepare, summary
+from pretrain.corpus import CorpusError, Settings, folder, formats, parts, preparation, prepare, sources, summary, tokenise
 from pretrain.shards import ShardError, open_split, read_manifest
 from pretrain.tokenization import load, load_tokenizer
 
 EOS = 256
 # A preparation in a process of its own: its arguments are prepare's, as JSON; it prints whether the set was there already.
 PREPARE = (
-    "import json, sys; from pathlib import Path; from pretrain.corpus import prepare\n"
+    "import json, sys; from pathlib import Path; from pretrain.corpus import Settings, prepare\n"
     "if __name__ == '__main__':\n"
-    "    given = json.loads(sys.argv[1]); print(prepare(output=Path(given.pop('output')), **given)[1])"
+    "    sources, output, workers, settings = json.loads(sys.argv[1])\n"
+    "    print(prepare(sources, Path(output), Settings(**settings), workers=workers)[1])"
 )
 
 
@@ -49,10 +50,15 @@ def write_lines(path: Path, texts: list[str], text_field: str = "text") -> Path:
 
 def make(*sources: Path, output: Path | None = None, **given: Any) -> dict[str, Any]:
     """The manifest of a new set, by default of bytes, without validation, in this process."""
-    settings = {"tokenizer": "byte", "val_fraction": 0, "workers": 1} | given
-    manifest, reused = prepare([str(source) for source in sources], output or sources[0].parent / "set", **settings)
+    manifest, reused = again(*sources, output=output, **given)
     assert not reused
     return manifest
+
+
+def again(*sources: Path, output: Path | None = None, workers: int = 1, overwrite: bool = False, **given: Any) -> tuple[Any, bool]:
+    settings = Settings(**{"tokenizer": "byte", "val_fraction": 0} | given)
+    names = [str(source) for source in sources]
+    return prepare(names, output or sources[0].parent / "set", settings, workers=workers, overwrite=overwrite)
 
 
 def tokens(folder: Path, split: str = "train") -> list[int]:
@@ -77,8 +83,8 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def launch(**given: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", PREPARE, json.dumps(given | {"output": str(given["output"])})]
+def launch(source: Path, output: Path, workers: int, **settings: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PREPARE, json.dumps([[str(source)], str(output), workers, settings])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -100,7 +106,19 @@ def test_one_end_of_text_after_each_document(tmp_path: Path) -> None:
     write(tmp_path / "in/notes.md", "not read")
     manifest = make(tmp_path / "in", output=tmp_path / "set")
     assert tokens(tmp_path / "set") == [97, 98, EOS, 99, EOS, 100, EOS, 101, EOS, 102, EOS]
-    assert manifest["documents"] == {"read": 8, "kept": 5, "skipped": {"empty": 2, "blank": 1}, "repaired": {}}
+    told = manifest["documents"]
+    assert told["examples"] == {
+        "blank": [f"{tmp_path}/in/a.jsonl:5"],
+        "empty": [f"{tmp_path}/in/a.jsonl:3", f"{tmp_path}/in/empty.txt"],
+    }
+    assert told == {
+        "read": 8,
+        "kept": 5,
+        "skipped": {"blank": 1, "empty": 2},
+        "repaired": {},
+        "duplicates": 0,
+        "examples": told["examples"],
+    }
     assert manifest["splits"]["train"] == {"documents": 5, "tokens": 11, "bytes": 6}
     assert (manifest["eos_id"], manifest["vocab_size"], manifest["dtype"], manifest["ignored_files"]) == (
         EOS,
@@ -143,12 +161,13 @@ def test_line_ends(tmp_path: Path) -> None:
 def test_many_small_documents_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,500 documents of 7 tokens and an end: 312 windows of 64, for 312·64 + 1 of the 20,000 tokens are needed; 31 are not used."""
     texts = [f"{n:07d}" for n in range(2500)]
-    monkeypatch.setattr(subject, "BATCH_BYTES", 1000)
-    for workers, size in ((1, 8192), (2, 7), (2, 1000)):
-        monkeypatch.setattr(subject, "BATCH_DOCUMENTS", size)
-        make(write_lines(tmp_path / "a.jsonl", texts), output=tmp_path / f"{workers}-{size}", workers=workers)
-        assert documents(tmp_path / f"{workers}-{size}") == [text.encode() for text in texts]
-        assert open_split(tmp_path / f"{workers}-{size}", "train").windows(64) == 312
+    source = write_lines(tmp_path / "a.jsonl", texts)
+    for workers, block in ((1, 4 << 20), (1, 1000), (2, 7777)):
+        for module in (sources, parts, tokenise):
+            monkeypatch.setattr(module, "BLOCK", block)
+        make(source, output=tmp_path / f"{workers}-{block}", workers=workers)
+        assert documents(tmp_path / f"{workers}-{block}") == [text.encode() for text in texts]
+        assert open_split(tmp_path / f"{workers}-{block}", "train").windows(64) == 312
 
 
 @pytest.mark.parametrize(("name", "val_split"), [("gpt2", "hash"), ("byte", "tail"), ("train:500", "tail")])
@@ -281,9 +300,9 @@ def test_the_same_again_is_reused_at_once(tmp_path: Path) -> None:
     os.utime(source)
     source.rename(write(tmp_path / "moved/a.jsonl", ""))
     start = time.perf_counter()
-    again = prepare([str(tmp_path / "moved")], tmp_path / "set", **given)
+    reused = again(tmp_path / "moved", output=tmp_path / "set", **given)
     assert time.perf_counter() - start < 1
-    assert again == (first, True)
+    assert reused == (first, True)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")} == before
 
 
@@ -380,9 +399,8 @@ def test_killed_in_the_middle_and_run_again(words: Path, tmp_path: Path) -> None
     output, source = tmp_path / "set", tmp_path / "in"
     for number in range(4):
         write(source / f"{number}.jsonl", words.read_bytes())
-    given = {"sources": [str(source)], "output": output, "tokenizer": "gpt2", "val_fraction": 0.1, "workers": 2}
-    process = launch(**given)
-    while not list(output.glob("**/*.bin.tmp")):
+    process = launch(source, output, 2, tokenizer="gpt2", val_fraction=0.1)
+    while not list(output.glob(".parts/*/journal.jsonl")):
         assert process.poll() is None
         time.sleep(0.001)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -432,8 +450,7 @@ def test_an_interruption_while_replacing_a_set_is_marked(tmp_path: Path, monkeyp
 
 
 def test_several_at_once_do_the_work_once(words: Path, tmp_path: Path) -> None:
-    given = {"sources": [str(words)], "output": tmp_path / "set", "tokenizer": "byte", "val_fraction": 0.1, "workers": 1}
-    processes = [launch(**given) for _ in range(3)]
+    processes = [launch(words, tmp_path / "set", 1, tokenizer="byte", val_fraction=0.1) for _ in range(3)]
     assert sorted(process.communicate()[0] for process in processes) == ["False\n", "True\n", "True\n"]
     make(words, output=tmp_path / "alone", val_fraction=0.1)
     assert content(tmp_path / "set") == content(tmp_path / "alone")
@@ -447,7 +464,7 @@ def test_the_second_waits_for_the_first(tmp_path: Path, finished: bool) -> None:
     output.mkdir()
     with open(output / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        second = launch(sources=[str(source)], output=output, tokenizer="byte", val_fraction=0, workers=1)
+        second = launch(source, output, 1, tokenizer="byte", val_fraction=0)
         assert second.stderr is not None
         assert second.stderr.readline() == f"waiting for another preparation of {output} to end\n"
         if finished:
@@ -460,21 +477,21 @@ def test_the_second_waits_for_the_first(tmp_path: Path, finished: bool) -> None:
 def test_a_lock_file_that_was_removed_protects_nobody(tmp_path: Path) -> None:
     """Whoever gets the lock of a removed file must not take it for his own: the next would lock another file."""
     output = tmp_path / "set"
-    with subject._locked(output):
+    with folder.locked(output):
         (output / ".lock").unlink()  # as its former owner does, between our open and our lock
-        with subject._locked(output):
+        with folder.locked(output):
             assert (output / ".lock").exists()
         write(output / ".lock", "")
 
 
 def test_a_source_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, read = write(tmp_path / "a.txt", "text"), subject.read
+    source, read = write(tmp_path / "a.txt", "text"), formats.read
 
-    def changing(path: Path, text_field: str) -> Any:
-        yield from read(path, text_field)
-        write(path, "TEXT")
+    def changing(*arguments: Any) -> Any:
+        yield from read(*arguments)
+        write(source, "TEXT")
 
-    monkeypatch.setattr(subject, "read", changing)
+    monkeypatch.setattr(formats, "read", changing)
     with pytest.raises(CorpusError, match=r"a\.txt changed while it was being read"):
         make(source)
 
@@ -484,11 +501,18 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: in
     def full(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("pretrain.shards.os.fsync", full)
-    with pytest.raises(CorpusError, match=r"set: no space left \([0-9,]+ bytes free") as caught:
-        make(write(tmp_path / "a.txt", "text"))
+    source = write(tmp_path / "a.txt", "text")
+    with monkeypatch.context() as patch:
+        patch.setattr("pretrain.shards.os.fsync", full)
+        with pytest.raises(CorpusError, match=r"set: no space left \([0-9,]+ bytes free\); what was tokenised is kept") as caught:
+            make(source)
     assert str(tmp_path) in str(caught.value)
-    assert not list((tmp_path / "set").iterdir())
+    assert [path.name for path in (tmp_path / "set").iterdir()] == [".parts"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenise.Tokenise, "__call__", None)  # nothing is tokenised again
+        make(source)
+    make(source, output=tmp_path / "fresh")
+    assert content(tmp_path / "set") == content(tmp_path / "fresh")
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
@@ -518,18 +542,20 @@ class Fragile(tokenization.Tokenizer):
 @pytest.mark.parametrize(
     ("text", "workers", "reason"),
     [
-        ("panic", 1, r"a\.jsonl:78: the tokenizer failed \(index out of range in Rust\)"),
-        ("panic", 2, r"a\.jsonl:78: the tokenizer failed \(index out of range in Rust\)"),
-        ("die", 2, r"a worker process died \(exit status 9\) at \S+a\.jsonl:71 to \S+a\.jsonl:80;"),
+        ("panic", 1, r"a\.jsonl\.gz:78: the tokenizer failed \(index out of range in Rust\)"),
+        ("panic", 2, r"a\.jsonl\.gz:78: the tokenizer failed \(index out of range in Rust\)"),
+        ("die", 2, r"a worker process died \(exit status 9\) at \S+a\.jsonl\.gz:71 to \S+a\.jsonl\.gz:80;"),
     ],
 )
 def test_a_failing_tokenizer_is_reported_with_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, workers: int, reason: str
 ) -> None:
     byte = load("byte")
-    monkeypatch.setattr(subject, "load", lambda *_: Fragile(byte.name, byte.kind, byte.files, byte.eos_id, byte.vocab_size))
-    monkeypatch.setattr(subject, "BATCH_DOCUMENTS", 10)
-    source = write_lines(tmp_path / "a.jsonl", ["good"] * 77 + [text] + ["good"] * 100)
+    monkeypatch.setattr(preparation, "load", lambda *_: Fragile(byte.name, byte.kind, byte.files, byte.eos_id, byte.vocab_size))
+    monkeypatch.setattr(parts, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(parts, "BLOCK", 10)
+    source = tmp_path / "a.jsonl.gz"
+    source.write_bytes(gzip.compress(b"".join(b'{"text": "%b"}\n' % t.encode() for t in ["good"] * 77 + [text] + ["good"] * 100)))
     with pytest.raises(CorpusError, match=reason):
         make(source, workers=workers)
     assert not list((tmp_path / "set").iterdir())

@@ -2,24 +2,54 @@
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pretrain.documents import CorpusError, find_sources, read
+from pretrain.corpus import json_array, lines, sources
+from pretrain.corpus.documents import Bad, Document, Found, Reading, WholeHash
+from pretrain.corpus.formats import has_ranges, locate, read, read_range
+from pretrain.corpus.sources import CorpusError, Source, find_sources
 
 
-def texts(path: Path, text_field: str = "text") -> list[str]:
-    return [text for _, text in read(path, text_field)]
+def source(path: Path, format: str = "") -> Source:
+    return find_sources([str(path)], format=format)[0][0]
+
+
+def found(path: Path, **how: str) -> list[Found]:
+    return list(read(source(path), Reading(**how)))
+
+
+def texts(path: Path, **how: str) -> list[str]:
+    """Of a source without faults."""
+    documents = found(path, **how)
+    assert not [bad for bad in documents if isinstance(bad, Bad)]
+    return [document.text for document in documents if isinstance(document, Document)]
+
+
+def fault(path: Path, **how: str) -> str:
+    """The only fault of a source, as the user reads it."""
+    (bad,) = (found for found in found(path, **how) if isinstance(found, Bad))
+    return f"{locate(source(path), bad.place)}: {bad.message}"
+
+
+def zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
 
 
 def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes({".gz": gzip.compress, ".zst": zstd}.get(path.suffix, bytes)(data))
     return path
 
 
@@ -28,22 +58,93 @@ def write_parquet(path: Path, column: Any, name: str = "text", **more: Any) -> P
     return path
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".TXT"])
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst", ".TXT"])
 def test_a_text_file_is_one_document_with_lf(tmp_path: Path, suffix: str) -> None:
     content = b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree\rfour\n \xef\xbb\xbf "
     assert texts(write(tmp_path / f"a{suffix}", content)) == ["one\ntwo\n\nthree\nfour\n \ufeff "]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".ndjson.zst"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_json_lines(tmp_path: Path, suffix: str, end: str) -> None:
     rows = ['\ufeff{"text": "a"}', "", " \t", '{"id": 1, "text": "b\\r\\n"}', '{"text": "last, without an end"}']
     path = write(tmp_path / f"a{suffix}", end.join(rows))
-    assert list(read(path, "text")) == [
-        (f"{path}:1", "a"),
-        (f"{path}:4", "b\r\n"),
-        (f"{path}:5", "last, without an end"),
-    ]
+    assert found(path) == [Document(":1", "a"), Document(":4", "b\r\n"), Document(":5", "last, without an end")]
+
+
+@pytest.mark.parametrize(
+    ("documents", "content", "expected"),
+    [
+        ("line", "one\r\n\ntwo\rthree\n four", ["one", "", "two", "three", " four"]),
+        ("blank-line", "\n\none\ntwo\r\n \r\n\n\nthree\n\n", ["one\ntwo", "three"]),
+        ("blank-line", "one", ["one"]),
+        ("<|endoftext|>", "one\n<|endoftext|>\ntwo<|endoftext|><|endoftext|>three\n", ["one", "two", "", "three"]),
+        ("<|endoftext|>", "one<|endoftext|>", ["one"]),
+        ("\\n---\\n", "a---b\n---\nc", ["a---b", "c"]),
+        ("\n---\n", "a---b\n---\nc", ["a---b", "c"]),
+        ("§", "é§à", ["é", "à"]),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_documents_inside_a_text_file(tmp_path: Path, suffix: str, documents: str, content: str, expected: list[str]) -> None:
+    assert texts(write(tmp_path / f"a{suffix}", "\ufeff" + content), documents=documents) == expected
+
+
+PIECES = st.lists(
+    st.sampled_from(["a", "bé", "\n", "\n\n", "\r\n", "\r", " ", "<|e|>", "---", "-", "<", '{"text": "x"}\n', "\ufeff"]), max_size=40
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=PIECES.map("".join), how=st.sampled_from(["line", "blank-line", "<|e|>", "json"]), step=st.integers(1, 60))
+def test_ranges_together_are_the_whole(tmp_path_factory: pytest.TempPathFactory, data: str, how: str, step: int) -> None:
+    """Whatever the ranges: each document once, in order, and at the line where it is."""
+    path = tmp_path_factory.getbasetemp() / ("ranges.jsonl" if how == "json" else "ranges.txt")
+    path.write_bytes(data.encode())
+    reading, opened = Reading(documents="file" if how == "json" else how), source(path)
+    assert has_ranges(opened, reading)
+    apart = [found for a in range(0, opened.bytes, step) for found in read_range(opened, reading, a, min(a + step, opened.bytes))]
+    whole = list(read(opened, reading)) if data else []
+    assert [located(opened, found) for found in apart] == [located(opened, found) for found in whole]
+
+
+def located(opened: Source, found: Found) -> tuple[str, str]:
+    return locate(opened, found.place), found.text if isinstance(found, Document) else found.message
+
+
+@pytest.mark.parametrize(
+    ("name", "documents", "encoding"),
+    [
+        ("a.txt", "file", "utf-8"),  # one document
+        ("a.txt", "---", "utf-8"),  # of four dashes, which three are the separator?
+        ("a.txt", "line", "utf-16"),  # a line break is two bytes
+        ("a.jsonl.gz", "file", "utf-8"),
+        ("a.csv", "file", "utf-8"),  # a line break may be inside quotation marks
+    ],
+)
+def test_what_reads_only_from_its_start(tmp_path: Path, name: str, documents: str, encoding: str) -> None:
+    assert not has_ranges(source(write(tmp_path / name, "")), Reading(documents=documents, encoding=encoding))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["word", "é", " ", "\n", "\r\n", "\r", "\n\n", "\t\n", "x\n"]), max_size=120),
+    piece=st.integers(1, 40),
+)
+def test_fragments_together_are_the_document(tmp_path_factory: pytest.TempPathFactory, words: list[str], piece: int) -> None:
+    path = tmp_path_factory.getbasetemp() / "fragments.txt"
+    path.write_bytes("".join(words).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "PIECE", piece)
+        parts = [part for part in read(source(path), Reading(), fragments=True) if isinstance(part, Document)]
+    (whole,) = texts(path)
+    if not whole.strip():
+        assert [part.text.strip() for part in parts] == [""]
+        return
+    assert "".join(part.text for part in parts) == whole
+    assert [part.fragment for part in parts] == list(range(len(parts)))
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.whole for part in parts} == ({WholeHash(whole.encode()).digest()} if len(parts) > 1 else {b""})
 
 
 @pytest.mark.parametrize(
@@ -63,41 +164,136 @@ def test_json_lines(tmp_path: Path, suffix: str, end: str) -> None:
         ('{"text": ["x"]}', "is a list"),
         ('{"text": {"a": 1}}', "is an object"),
         ('{"text": true}', "is true or false"),
+        ("\0" * 40, "not one JSON object"),
         (b'{"text": "caf\xe9"}', "not UTF-8 (byte 14 of the line is 0xe9)"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, reason: str) -> None:
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path: Path, suffix: str, line: str | bytes, reason: str) -> None:
     data = line.encode() if isinstance(line, str) else line
-    path = write(tmp_path / "a.jsonl", b'{"text": "good"}\n\n' + data + b'\n{"text": "good"}\n')
-    with pytest.raises(CorpusError) as caught:
-        texts(path)
-    assert str(caught.value).startswith(f"{path}:3: ")
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
+    path = write(tmp_path / f"a{suffix}", b'{"text": "good"}\n\n' + data + b'\n{"text": "good"}\n')
+    said = fault(path)
+    assert said.startswith(f"{path}:3: ")
+    assert reason in said
+    assert "\n" not in said
+    assert [document.text for document in found(path) if isinstance(document, Document)] == ["good", "good"]
+    if has_ranges(opened := source(path), Reading()):
+        (bad,) = (found for found in read_range(opened, Reading(), 5, opened.bytes) if isinstance(found, Bad))
+        assert f"{locate(opened, bad.place)}: {bad.message}" == said
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
-def test_text_that_is_not_utf8_is_named(tmp_path: Path, bom: bytes) -> None:
+@pytest.mark.parametrize("how", ["file", "blank-line", "§§"])
+def test_text_that_is_not_utf8_is_named(tmp_path: Path, bom: bytes, how: str) -> None:
     path = write(tmp_path / "a.txt", bom + b"one\ntwo\ncaf\xe9\n")
-    with pytest.raises(CorpusError, match=r"a\.txt:3: not UTF-8 \(byte 4 of the line is 0xe9\)"):
-        texts(path)
+    assert fault(path, documents=how).startswith(f"{path}:3: not UTF-8 (byte 4 of the line is 0xe9)")
+    assert texts(write(tmp_path / "b.txt", b"caf\xe9"), encoding="latin-1") == ["café"]
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "no gzip"])
-def test_a_damaged_gzip_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(1000)))
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be", "shift_jis", "cp1252", "koi8-r"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.txt.gz"])
+def test_other_encodings(tmp_path: Path, encoding: str, name: str) -> None:
+    word = {"shift_jis": "表計", "cp1252": "“déjà”", "koi8-r": "мир"}.get(encoding, "表 é \U0001f600")
+    kind = name.split(".")[1]
+    rows = {"txt": word, "csv": f'text\n"{word}"\n'}.get(kind, json.dumps({"text": word}, ensure_ascii=False) + "\n")
+    path = write(tmp_path / name, rows.encode(encoding))
+    assert texts(path, encoding=encoding) == [word]
+    assert not encoding.startswith("utf") or isinstance(found(path)[0], Bad)
+
+
+def test_nul_bytes_are_no_text(tmp_path: Path) -> None:
+    for name, content in {"a.txt": "a\0b", "b.txt": "text\n" + "\0" * 5000, "a.csv": "text\na\0b\n"}.items():
+        assert "holds NUL bytes" in fault(write(tmp_path / name, content))
+    assert "--encoding utf-16" in fault(write(tmp_path / "c.txt", "text".encode("utf-16-le")))
+    # A JSON escape is the writer's own word.
+    assert texts(write(tmp_path / "a.jsonl", '{"text": "a\\u0000b"}')) == ["a\0b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),  # Arrow writes zstd without a checksum: a flipped byte may decompress
+    [(name, damage) for name in ("a.txt.gz", "a.jsonl.gz", "a.csv.gz") for damage in ("cut", "flipped", "none")]
+    + [(name, damage) for name in ("a.jsonl.zst", "a.json.zst") for damage in ("cut", "none")],
+)
+def test_a_damaged_archive_is_named_and_what_came_before_is_read(tmp_path: Path, name: str, damage: str) -> None:
+    draw = random.Random(0)  # numbers that don't compress to nothing
+    rows = [{"text": str(draw.random())} for _ in range(20_000)]
+    plain = {"json": json.dumps(rows), "csv": "text\n" + "".join(row["text"] + "\n" for row in rows)}
+    data = plain.get(name.split(".")[1], "".join(json.dumps(row) + "\n" for row in rows))
+    whole = write(tmp_path / name, data).read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
-    (tmp_path / name).write_bytes({"cut": whole[:-20], "flipped": flipped, "no gzip": b"plain"}[damage])
-    with pytest.raises(CorpusError, match=rf"{name}"):
-        texts(tmp_path / name)
+    (tmp_path / name).write_bytes({"cut": whole[:-20], "flipped": flipped, "none": b"plain"}[damage])
+    *_, last = (bad for bad in found(tmp_path / name) if isinstance(bad, Bad))  # a flipped byte spoils lines, too
+    assert "cut short or damaged" in last.message
+    assert "copy it again" in last.message
+    if damage == "cut" and "jsonl" in name:
+        assert len(found(tmp_path / name)) > 10_000
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_an_array_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(json_array, "BLOCK", size)
+    rows = [{"text": t, "n": [1, {"x": None}]} for t in ["a", "", "b\n]", 'quo"te\\', "\U0001f600" * 500, "é" * 70_000]]
+    path = write(tmp_path / "a.json", "\ufeff " + json.dumps(rows, indent=1) + "\n ")
+    assert found(path) == [Document(f", item {n}", row["text"]) for n, row in enumerate(rows, 1)]
+    assert texts(write(tmp_path / "b.json", "[]")) == []
+    assert texts(write(tmp_path / "c.json", "")) == []
+    assert texts(write(tmp_path / "d.json", json.dumps(rows[0]) + "\n" + json.dumps(rows[1]))) == ["a", ""]  # lines by another name
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "before"),
+    [
+        ('[{"text": "a"},]', "item 2: not a JSON value", 1),
+        ('[{"text": "a"} {"text": "b"}]', "item 2: expected a comma or the end of the array", 1),
+        ('[{"text": "a"}', "item 2: the array has no end: the file is cut short", 1),
+        ('[{"text": "a"}, {"text": "b', "item 2: not a JSON value (Unterminated string", 1),
+        ('[{"text": "a"}] {"text": "b"}', "item 2: there is text after the end", 1),
+        ('[{"text": "a"}, 12, {"text": "b"}]', "item 2: expected a JSON object with a field 'text', found a number", 2),
+        ('{"data": [{"text": "a"}]}', "item 1: no field 'text' (found: data)", 0),
+    ],
+)
+def test_an_array_that_is_none(tmp_path: Path, content: str, reason: str, before: int) -> None:
+    path = write(tmp_path / "a.json", content)
+    assert reason in fault(path)
+    assert len(found(path)) == before + 1
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", '\ufeffid,text\n1,"a ""b""\r\nc"\n\n2,é\n3,\n4,d,e\n5\n6,f')
+    assert found(path) == [
+        Document(":2", 'a "b"\r\nc'),
+        Document(":5", "é"),
+        Document(":6", ""),
+        Bad(":7", "not CSV", "3 columns, the first row has 2; mend it"),
+        Bad(":8", "not CSV", "1 columns, the first row has 2; mend it"),
+        Document(":9", "f"),
+    ]
+    assert fault(path, text_field="body").startswith(f"{path}: no column 'body' (found: id, text)")
+    assert "two columns 'text'" in fault(write(tmp_path / "b.csv", "text,text\na,b\n"))
+    assert "a.csv:3: not CSV" in fault(write(tmp_path / "a.csv", 'text\na\n"b" c\n')).replace(str(tmp_path) + "/", "")
+    latin = found(write(tmp_path / "c.csv", b"text\ncaf\xe9\ngood\n"))
+    assert [type(row) for row in latin] == [Bad, Document]
+    assert texts(write(tmp_path / "d.csv", "")) == []
+    assert len(texts(write(tmp_path / "e.csv", "text\n" + "x" * 300_000))[0]) == 300_000
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
-def test_parquet(tmp_path: Path, kind: Any) -> None:
-    path = write_parquet(tmp_path / "a.parquet", pa.array(["a", "b", "a", "é\r\n", ""], kind), other=[1, 2, 3, 4, 5])
-    assert list(read(path, "text")) == [(f"{path}, row {n}", t) for n, t in enumerate(["a", "b", "a", "é\r\n", ""], 1)]
+@pytest.mark.parametrize("format", ["parquet", "arrow file", "arrow stream"])
+def test_tables(tmp_path: Path, kind: Any, format: str) -> None:
+    column = pa.array(["a", "b", "a", "é\r\n", ""], kind)
+    if format == "parquet":
+        path = write_parquet(tmp_path / "a.parquet", column, other=[1, 2, 3, 4, 5])
+    else:
+        path, table = tmp_path / "a.arrow", pa.table({"other": [1, 2, 3, 4, 5], "text": column})
+        with (pa.ipc.new_file if format == "arrow file" else pa.ipc.new_stream)(path, table.schema) as sink:
+            sink.write_table(table, max_chunksize=2)
+    expected = [Document(f", row {n}", t) for n, t in enumerate(["a", "b", "a", "é\r\n", ""], 1)]
+    assert found(path) == expected
+    opened = source(path)
+    if has_ranges(opened, Reading()):
+        step = opened.bytes // 7 + 1
+        assert [f for a in range(0, opened.bytes, step) for f in read_range(opened, Reading(), a, min(a + step, opened.bytes))] == expected
 
 
 def test_faults_of_parquet_are_named(tmp_path: Path) -> None:
@@ -105,58 +301,90 @@ def test_faults_of_parquet_are_named(tmp_path: Path) -> None:
         "null": (pa.array(["a", None, "c"]), "row 2: the column 'text' is null"),
         "all_null": (pa.array([None, None]), "the column 'text' is of type null, expected text"),
         "number": (pa.array([1, 2]), "the column 'text' is of type int64"),
-        "latin1": (pa.array([b"ok", b"caf\xe9"], pa.binary()).view(pa.string()), "between rows 1 and 64: not UTF-8"),
+        "latin1": (pa.array([b"ok", b"caf\xe9"], pa.binary()).view(pa.string()), "row 2: the column 'text' is not UTF-8"),
     }
     for name, (column, reason) in cases.items():
         path = write_parquet(tmp_path / f"{name}.parquet", column)
-        with pytest.raises(CorpusError) as caught:
-            texts(path)
-        assert str(path) in str(caught.value)
-        assert reason in str(caught.value)
-    with pytest.raises(CorpusError, match=r"no column 'text' \(found: body\); choose one with --text-field"):
-        texts(write_parquet(tmp_path / "a.parquet", ["a"], "body"))
-    assert texts(tmp_path / "a.parquet", "body") == ["a"]
+        assert str(path) in fault(path)
+        assert reason in fault(path)
+    assert "no column 'text' (found: body); choose one with --text-field" in fault(write_parquet(tmp_path / "a.parquet", ["a"], "body"))
+    assert texts(tmp_path / "a.parquet", text_field="body") == ["a"]
     whole = (tmp_path / "a.parquet").read_bytes()
     for part in (b"", b"text", whole[:-30], whole[30:]):
-        with pytest.raises(CorpusError, match=r"cut\.parquet: not a readable Parquet file"):
-            texts(write(tmp_path / "cut.parquet", part), "body")
+        for name in ("cut.parquet", "cut.arrow"):
+            assert f"{name}: not a readable" in fault(write(tmp_path / name, part), text_field="body")
+    opened = source(tmp_path / "cut.parquet")
+    assert list(read_range(opened, Reading(), 1, opened.bytes)) == []  # told once, by whoever reads the start
 
 
 def test_parquet_without_rows_has_no_documents(tmp_path: Path) -> None:
     assert texts(write_parquet(tmp_path / "a.parquet", pa.array([], pa.string()))) == []
 
 
+def paths(names: list[str]) -> list[str]:
+    return [source.path for source in find_sources(names)[0]]
+
+
 def test_sources_are_found_in_order_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("in/b.txt", "in/B.txt", "in/a/z.jsonl", "in/a/y.md", "in/.hidden/x.txt", "in/._a.jsonl", "other.txt"):
+    for name in ("in/b.txt", "in/B.txt", "in/a/z.jsonl", "in/a/y.md", "in/.hidden/x.txt", "in/._a.jsonl", "other.txt", "in/config.json"):
         write(tmp_path / name, "x")
     (tmp_path / "link.txt").symlink_to("other.txt")
     monkeypatch.chdir(tmp_path)
     in_folder = ["in/B.txt", "in/a/z.jsonl", "in/b.txt"]
-    assert find_sources(["in"]) == ([Path(name) for name in in_folder], 1)
-    assert find_sources(["other.txt", "in/", "link.txt", "./in/b.txt", "in"])[0] == [
-        Path("other.txt"),
-        *map(Path, in_folder),
-    ]
-    assert find_sources(["in/*.txt"])[0] == [Path("in/B.txt"), Path("in/b.txt")]
-    assert find_sources(["in/**/*.jsonl"])[0] == [Path("in/a/z.jsonl")]
-    assert find_sources(["in/*"])[0] == [Path("in/B.txt"), Path("in/a/z.jsonl"), Path("in/b.txt")]
+    assert paths(["in"]) == in_folder
+    assert find_sources(["in"])[1] == 2
+    assert paths(["other.txt", "in/", "link.txt", "./in/b.txt", "in"]) == ["other.txt", *in_folder]
+    assert paths(["in/*.txt"]) == ["in/B.txt", "in/b.txt"]
+    assert paths(["in/**/*.jsonl"]) == ["in/a/z.jsonl"]
+    assert paths(["in/*"]) == ["in/B.txt", "in/a/z.jsonl", "in/b.txt"]
     write(tmp_path / "odd[1].txt", "x")
-    assert find_sources(["odd[1].txt"])[0] == [Path("odd[1].txt")]
+    assert paths(["odd[1].txt"]) == ["odd[1].txt"]
+    write(tmp_path / "list", "in/b.txt\n\nin/a\n")
+    assert paths(["@list", "other.txt"]) == ["in/b.txt", "in/a/z.jsonl", "other.txt"]
+    assert find_sources(["in/a/y.md"], format=".txt")[0][0].format == ".txt"
 
 
-@pytest.mark.parametrize("source", ["nowhere", "nowhere/*.txt", "only", "only/README.md", "*.csv", "empty", "a.parquet.gz"])
-def test_nothing_to_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_links_to_folders_are_followed_and_may_loop(tmp_path: Path) -> None:
+    write(tmp_path / "in/sub/a.txt", "x")
+    write(tmp_path / "elsewhere/名前 with spaces.txt", "x")
+    (tmp_path / "in/sub/back").symlink_to(tmp_path / "in")
+    (tmp_path / "in/other").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/dangling.txt").symlink_to(tmp_path / "nowhere")
+    assert [Path(path).name for path in paths([str(tmp_path / "in")])] == ["名前 with spaces.txt", "a.txt"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere/*.txt", "only", "only/README.md", "*.xml", "empty", "a.parquet.gz", "@nowhere"])
+def test_nothing_to_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write(tmp_path / "only/README.md", "x")
-    write(tmp_path / "a.csv", "x")
+    write(tmp_path / "a.xml", "x")
     write(tmp_path / "a.parquet.gz", "x")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.txt", "x")
     with pytest.raises(CorpusError) as caught:
-        find_sources(["good.txt", source])
-    assert str(caught.value).startswith(f"{source}: ")
+        find_sources(["good.txt", name])
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_a_source_that_has_changed_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "x")
+    opened = source(path)
+    assert not opened.changed()
+    path.write_text("xy")
+    assert opened.changed()
+    path.unlink()
+    assert opened.changed()
+
+
+def test_the_hash_of_a_source_is_that_of_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BLOCK", 10)
+    opened = source(write(tmp_path / "a.txt", "0123456789" * 3 + "x"))
+    whole = list(sources.block_hashes(opened))
+    assert len(whole) == 4
+    assert whole[2:] == list(sources.block_hashes(opened, 20))
+    assert whole[0] == whole[1] != whole[3]
 
 
 def test_a_field_by_another_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps({"body": "b", "text": "t"}) + "\n")
-    assert texts(path, "body") == ["b"]
+    assert texts(path, text_field="body") == ["b"]

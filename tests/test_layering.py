@@ -14,7 +14,7 @@ CORPUS = {"corpus", "tokenization"}
 LEVELS: tuple[set[str], ...] = (
     {"token_files", "histogram"},
     {"config", "shards", "order", "launched", "ranks", "hashed_file", "initial"},
-    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", *CORPUS},
+    {"loader", "optim", "launch", "machine", "stopping", "runfolder", "spikes", "pieces", "throughput", "collectives", "document_mask", *CORPUS},
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes"},
     {"resume", "saver", "precision", "export", "report", "inspection", "set_contents"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},

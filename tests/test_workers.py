@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pretrain.workers import WorkerDied, in_order
+from pretrain.corpus.workers import WorkerDied, in_order
 
 
 def square(n: int) -> int:
@@ -59,7 +59,7 @@ def test_a_death_names_the_item() -> None:
 
 def test_workers_end_with_a_killed_parent() -> None:
     code = (
-        "import os, sys; from pretrain.workers import in_order\n"
+        "import os, sys; from pretrain.corpus.workers import in_order\n"
         "if __name__ == '__main__':\n"
         "    for _ in in_order(abs, iter(range(10**9)), 2): print(flush=True)"
     )

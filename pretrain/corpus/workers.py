@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_order(work: Callable[[Item], Result], items: Iterator[Item], workers: int) -> Iterator[tuple[Item, Result]]:
+def in_order(work: Callable[[Item], Result], items: Iterator[Item], workers: int) -> Generator[tuple[Item, Result]]:
     """Each item with its result, in the order of `items`; at most two items for each worker are held at once.
 
     One worker is this very process. Raises what `work` raises, and WorkerDied.

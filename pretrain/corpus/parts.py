@@ -1,0 +1,192 @@
+"""A preparation cut into units, and a part: the units of one process or array task, with a journal of what is done.
+
+The units depend on the sources alone, and a part is a run of them, so that parts put one after the other are the whole, whoever made
+them. A part is a folder that one process writes: nothing is locked or shared between machines, and one that was interrupted goes on
+after its last whole task.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from pretrain.corpus import formats
+from pretrain.corpus.documents import Document, Found, Reading
+from pretrain.corpus.sources import BLOCK, Source, block_hashes
+from pretrain.corpus.tokenise import RECORD, SPLITS, Task
+
+PLAN, JOURNAL = "plan.json", "journal.jsonl"
+BATCH = 1 << 20  # characters of documents that this process reads for the workers
+BATCH_DOCUMENTS = 8192
+
+Result = dict[str, Any]
+Cut = Callable[[int, int], int | None]  # (unit, number) -> characters of the task to train on
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Small sources together, a range of a large one, or a large one that only reads from its start."""
+
+    sources: Sequence[int]
+    start: int = 0
+    stop: int | None = None  # None: whole
+    stream: bool = False
+    at: int = 0  # bytes of all sources before it
+    bytes: int = 0
+
+
+def units_of(sources: Sequence[Source], reading: Reading) -> list[Unit]:
+    units: list[Unit] = []
+    small: list[int] = []
+    held = at = 0
+
+    def together() -> None:
+        nonlocal small, held
+        if small:
+            units.append(Unit(tuple(small), at=at - held, bytes=held))
+        small, held = [], 0
+
+    for number, source in enumerate(sources):
+        if held + source.bytes > BLOCK or len(small) >= BATCH_DOCUMENTS:
+            together()
+        if source.bytes <= BLOCK:
+            small.append(number)
+            held += source.bytes
+        elif formats.has_ranges(source, reading):
+            for start in range(0, source.bytes, BLOCK):
+                stop = min(start + BLOCK, source.bytes)
+                units.append(Unit((number,), start, stop, at=at + start, bytes=stop - start))
+        else:
+            units.append(Unit((number,), stream=True, at=at, bytes=source.bytes))
+        at += source.bytes
+    together()
+    return units
+
+
+def share(units: Sequence[Unit], part: int, parts: int) -> range:
+    """The units of part 1, 2 … `parts`: those that begin in its share of the bytes."""
+    total = sum(unit.bytes for unit in units)
+    mine = [number for number, unit in enumerate(units) if min(unit.at * parts // max(total, 1), parts - 1) == part - 1]
+    return range(mine[0], mine[-1] + 1) if mine else range(0)
+
+
+def tasks(units: Sequence[Unit], mine: Iterable[int], sources: Sequence[Source], reading: Reading, fragments: bool,
+          done: Mapping[tuple[int, int], Result], cut: Cut = lambda unit, number: None) -> Iterator[Task]:  # fmt: skip
+    """What is still to do, in order."""
+    finished = {unit for (unit, _), result in done.items() if result["last"]}
+    for number in mine:
+        unit = units[number]
+        named = [(source, sources[source]) for source in unit.sources]
+        if not unit.stream:
+            if (number, 0) not in done:
+                yield Task(number, 0, True, named, unit.start, unit.stop, cut=cut(number, 0))
+            continue
+        if number in finished:
+            continue
+        ((source, opened),) = named
+        hashes = [(source, 0, list(block_hashes(opened)))]
+        for k, (found, last) in enumerate(_batches(formats.read(opened, reading, fragments))):
+            if (number, k) not in done:
+                yield Task(number, k, last, named, found=found, blocks=hashes if last else (), cut=cut(number, k))
+
+
+def _batches(documents: Iterable[Found]) -> Iterator[tuple[list[Found], bool]]:
+    """(documents, whether they are the last ones)"""
+    held: list[Found] = []
+    characters = 0
+    for found in documents:
+        if characters >= BATCH or len(held) == BATCH_DOCUMENTS:
+            yield held, False
+            held, characters = [], 0
+        held.append(found)
+        characters += len(found.text) if isinstance(found, Document) else 0
+    yield held, True
+
+
+class Part:
+    """Its folder: plan, journal, and the files of the workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan: dict[str, Any] = json.loads((folder / PLAN).read_text("utf-8"))
+        self.done = self._read()
+
+    @classmethod
+    def open(cls, folder: Path, plan: Mapping[str, Any]) -> "Part":
+        """Go on with a part of the same plan, or begin it anew."""
+        plan = json.loads(json.dumps(plan))
+        try:
+            if (part := cls(folder)).plan == plan:
+                return part
+        except (OSError, ValueError):
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            for old in folder.iterdir():
+                if old.is_file() and not old.name.startswith("."):
+                    old.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"{PLAN}.tmp"
+        temporary.write_text(json.dumps(plan), "utf-8")
+        temporary.rename(folder / PLAN)
+        return cls(folder)
+
+    def add(self, result: Result) -> None:
+        """The journal has a line when all that it tells of is written."""
+        with open(self.folder / JOURNAL, "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        self.done[result["unit"], result["number"]] = result
+
+    def missing(self, units: range) -> int:
+        """How many of the units are not finished."""
+        finished = {unit for (unit, _), result in self.done.items() if result["last"]}
+        return sum(unit not in finished for unit in units)
+
+    def forget(self, sources: Sequence[Source]) -> None:
+        """Leave out what was made of bytes that have changed since."""
+        stale = set()
+        for (unit, _), result in self.done.items():
+            for number, first, hashes in result["blocks"]:
+                if list(islice(block_hashes(sources[number], first * BLOCK), len(hashes))) != hashes:
+                    stale.add(unit)
+        self.done = {key: result for key, result in self.done.items() if key[0] not in stale}
+
+    def in_order(self) -> list[Result]:
+        return [self.done[key] for key in sorted(self.done)]
+
+    def _read(self) -> dict[tuple[int, int], Result]:
+        """What the journal tells and the files hold. A torn line, or tokens that a crash of the machine lost, count as not done."""
+        done: dict[tuple[int, int], Result] = {}
+        with contextlib.suppress(FileNotFoundError), open(self.folder / JOURNAL, "rb") as file:
+            for line in file:
+                try:
+                    result = json.loads(line)
+                except ValueError:
+                    continue
+                if self._holds(result):
+                    done.setdefault((result["unit"], result["number"]), result)
+        return done
+
+    def _holds(self, result: Result) -> bool:
+        """Whether the tokens of a result are there, and are those that were written."""
+        size = RECORD.itemsize
+        for span in result["spans"]:
+            width = self.plan["token_bytes"]
+            first = span[SPLITS[0]][0]
+            count = (span[SPLITS[0]][1] + span[SPLITS[1]][1]) * width + span["records"][1] * size
+            try:
+                with open(self.folder / result["file"], "rb") as file:
+                    file.seek(first)
+                    if xxhash.xxh3_64_intdigest(file.read(count)) != span["check"][0]:
+                        return False
+            except OSError:
+                return False
+        return True
+
+
+def folder_of(parts_folder: Path, part: int, parts: int) -> Path:
+    return parts_folder / f"{part:05d}-of-{parts:05d}"

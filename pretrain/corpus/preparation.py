@@ -1,0 +1,220 @@
+"""Text to a prepared set: sources -> units -> parts -> shards and their manifest.
+
+A set is made of all of its sources or not at all, in their order. Its bytes depend on nothing but them and `Settings`: not on the
+number of workers, parts or machines, nor on interruptions.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pretrain import __version__, shards
+from pretrain.corpus import formats
+from pretrain.corpus.documents import Bad
+from pretrain.corpus.folder import PARTS, all_parts, locked, publish, refuse_foreign
+from pretrain.corpus.manifest import Settings, reusable
+from pretrain.corpus.parts import Part, Unit, folder_of, share, tasks, units_of
+from pretrain.corpus.sources import STDIN, CorpusError, Source, find_sources
+from pretrain.corpus.tokenise import Characters, Task, Tokenise, clean, is_blank, validates
+from pretrain.corpus.workers import WorkerDied, cores, in_order
+from pretrain.shards import MANIFEST, ShardError
+from pretrain.tokenization import Tokenizer, TokenizerError, cuts_at_lines, identify, load
+
+
+def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers: int | None = None, overwrite: bool = False,
+            part: tuple[int, int] | None = None, format: str = "") -> tuple[dict[str, Any] | None, bool]:  # fmt: skip
+    """Make the set `output`, or its part (i, n). Returns its manifest (None for a part), and whether it was there already.
+
+    `settings.tokenizer` is a name that `tokenization.load` knows. `workers` (default: one per core) tokenise. Raises CorpusError.
+    """
+    settings.check()
+    if workers is not None and workers < 1:
+        raise CorpusError(f"--workers {workers}: expected 1 or more")
+    if part:
+        _check_part(part, sources, settings)
+    with _told(output), _spooled(sources, output) as spool:
+        found, ignored = find_sources(sources, spool, format)
+        identified = dataclasses.replace(settings, tokenizer=identify(settings.tokenizer))
+        if not overwrite and (manifest := reusable(output, identified, found)):
+            return manifest, True
+        refuse_foreign(output, part)
+        work = _Work(found, ignored, identified, settings.tokenizer, workers or cores())
+        if part:
+            folder = folder_of(output / PARTS, *part)
+            with locked(folder):
+                _make_part(folder, work, *part)
+            return None, False
+        with locked(output):
+            if not overwrite and (manifest := reusable(output, identified, found)):  # made while we waited
+                return manifest, True
+            folder = folder_of(output / PARTS, 1, 1)
+            try:
+                made = _make_part(folder, work, 1, 1)
+                return publish([made], output, work.workers), False
+            except CorpusError:
+                shutil.rmtree(output / PARTS, ignore_errors=True)
+                raise
+
+
+def merge(output: Path, workers: int | None = None, overwrite: bool = False) -> dict[str, Any]:
+    """Make the set of the parts that `prepare` with `part` has made of it. Returns its manifest. Raises CorpusError."""
+    with _told(output):
+        if not (output / PARTS).is_dir():
+            raise CorpusError(f"{output} holds no parts; make them with pretrain prepare … --output {output} --part 1/8, 2/8 and so on")
+        with locked(output):
+            if (output / MANIFEST).exists() and not overwrite:
+                raise CorpusError(f"{output} holds a finished set beside the parts; add --overwrite to replace it")
+            return publish(all_parts(output / PARTS), output, workers or cores())
+
+
+@contextlib.contextmanager
+def _told(output: Path) -> Iterator[None]:
+    """What the system and the other modules raise, as one line for the user."""
+    try:
+        yield
+    except (TokenizerError, ShardError) as error:
+        raise CorpusError(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise CorpusError(f"{error.filename or output}: {error.strerror or error}") from error
+        free = shutil.disk_usage(next(place for place in (output, *output.absolute().parents) if place.exists())).free
+        kept = "what was tokenised is kept: free some space and run the same command to go on" if (output / PARTS).exists() else "free some"
+        raise CorpusError(f"{output}: no space left ({free:,} bytes free); {kept}, or choose an --output on another disk") from error
+
+
+def _check_part(part: tuple[int, int], sources: Sequence[str], settings: Settings) -> None:
+    number, parts = part
+    if not 1 <= number <= parts:
+        raise CorpusError(f"--part {number}/{parts}: expected a part from 1/{parts} to {parts}/{parts}")
+    if settings.val_split == "tail" and settings.val_fraction:
+        raise CorpusError("--val-split tail needs the whole text, and a part reads its share alone; use --val-split hash")
+    if settings.tokenizer.startswith("train:"):
+        raise CorpusError(f"--tokenizer {settings.tokenizer} would be trained by each part; train it once, and name the folder of that set")
+    if STDIN in sources:
+        raise CorpusError("standard input can't be shared between parts; write it to a file first")
+
+
+@contextlib.contextmanager
+def _spooled(sources: Sequence[str], output: Path) -> Iterator[Path | None]:
+    """Standard input as a file beside the set, as long as it is needed: a preparation reads more than once."""
+    if STDIN not in sources:
+        yield None
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.parent / f".{output.name}.stdin.{os.getpid()}"
+    try:
+        with open(path, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all parts of a preparation share."""
+
+    sources: Sequence[Source]
+    ignored: int
+    settings: Settings
+    tokenizer: str  # the name to load it by
+    workers: int
+
+    def plan(self, tokenizer: Tokenizer, number: int, parts: int) -> dict[str, Any]:
+        return {
+            "settings": dataclasses.asdict(self.settings),
+            "sources": [dataclasses.asdict(source) for source in self.sources],
+            "ignored_files": self.ignored,
+            "tokenizer": tokenizer.identity(),
+            "eos_id": tokenizer.eos_id,
+            "vocab_size": tokenizer.vocab_size,
+            "token_bytes": shards.token_dtype(tokenizer.vocab_size).itemsize,
+            "version": __version__,
+            "parts": parts,
+            "part": number,
+        }
+
+
+def _make_part(folder: Path, work: _Work, number: int, parts: int) -> Part:
+    """Tokenise what is still missing of a part."""
+    settings, reading = work.settings, work.settings.reading
+    units = units_of(work.sources, reading)
+    cut = _cut(work, units)
+    tokenizer = load(work.tokenizer, _training_texts(work, units, cut))
+    made = Part.open(folder, work.plan(tokenizer, number, parts))
+    made.forget(work.sources)
+    if not (folder / "tokenizer").exists():
+        tokenizer.save(folder / "tokenizer")
+    dtype = shards.token_dtype(tokenizer.vocab_size)
+    tokenise = Tokenise(tokenizer, dtype, reading, settings.val_fraction, settings.on_bad == "skip", cuts_at_lines(work.tokenizer), folder)
+    mine = share(units, number, parts)
+    todo = tasks(units, mine, work.sources, reading, cuts_at_lines(work.tokenizer), made.done, cut)
+    for _, result in _run(tokenise, todo, work, "tokens", [units[unit] for unit in mine]):
+        made.add(result)
+    for unit in mine:
+        for source in units[unit].sources:
+            if work.sources[source].changed():
+                raise CorpusError(f"{work.sources[source].path} changed while it was being read; run the same command again")
+    return made
+
+
+def _run(
+    do: Callable[[Task], dict[str, Any]], todo: Iterator[Task], work: _Work, what: str, units: Sequence[Unit]
+) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Each task with its result, in order. Raises CorpusError for the first one that failed."""
+    from tqdm import tqdm
+
+    total = sum(unit.bytes for unit in units)
+    with tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
+        try:
+            with contextlib.closing(in_order(do, todo, work.workers)) as results:
+                for task, result in results:
+                    if error := result.get("error"):
+                        source, place, message = error
+                        raise CorpusError(f"{formats.locate(work.sources[source], place)}: {message}")
+                    yield task, result
+                    bar.update(task.bytes)
+        except WorkerDied as error:
+            first, last = (f"{path}{place}" for path, place in error.item.ends())
+            raise CorpusError(f"{error} at {first} to {last}; if memory ran out, use fewer --workers") from None
+
+
+def _cut(work: _Work, units: Sequence[Unit]) -> Callable[[int, int], int | None]:
+    """Where validation begins with `--val-split tail`, in characters from the start of a task, by nanoGPT's rule. A pass over the text."""
+    settings = work.settings
+    if settings.val_split == "hash" or not settings.val_fraction:
+        return lambda unit, number: None
+    todo = tasks(units, range(len(units)), work.sources, settings.reading, cuts_at_lines(work.tokenizer), {})
+    counted = _run(Characters(settings.reading, settings.on_bad == "skip", cuts_at_lines(work.tokenizer)), todo, work, "characters", units)
+    counts = {(task.unit, task.number): result["characters"] for task, result in counted}
+    before = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    cut = int(sum(counts.values()) * (1 - settings.val_fraction))
+    return lambda unit, number: cut - before[unit, number]
+
+
+def _training_texts(work: _Work, units: Sequence[Unit], cut: Callable[[int, int], int | None]) -> Iterator[str]:
+    """What a tokenizer may be trained on."""
+    settings = work.settings
+    for task in tasks(units, range(len(units)), work.sources, settings.reading, cuts_at_lines(work.tokenizer), {}, cut):
+        before = 0
+        for number, found in task.read(settings.reading, cuts_at_lines(work.tokenizer)):
+            if isinstance(found, Bad):
+                if settings.on_bad == "stop":
+                    raise CorpusError(f"{formats.locate(work.sources[number], found.place)}: {found.message}")
+                continue
+            if is_blank(found):
+                continue
+            text = clean(found.text)
+            if task.cut is not None:
+                yield text[: max(task.cut - before, 0)]
+            elif not validates(found, text.encode(), settings.val_fraction):
+                yield text
+            before += len(text)

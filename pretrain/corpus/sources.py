@@ -1,0 +1,144 @@
+"""What is to be read: files, folders, patterns, lists of paths and standard input -> sources, in the order named, each file once.
+
+The hash of a source is taken block by block, so that many processes and machines can each take the hash of the part that they read.
+"""
+
+import glob
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+BLOCK = 4 << 20  # bytes: what is hashed, and about what is tokenised, at a time
+FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".zst")
+COLUMNAR = (".parquet", ".arrow")  # compressed inside, if at all
+STDIN = "-"
+# Files of other programs beside the data: of Hugging Face's datasets, tokenizers and models, and our own.
+_NO_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json", "generation_config.json",
+            "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "manifest.json",
+            "model.safetensors.index.json"}  # fmt: skip
+
+
+class CorpusError(ValueError):
+    """What the user can mend, in one line: what is wrong, where, what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when it was found."""
+
+    path: str  # as it is told
+    file: str  # where its bytes are
+    format: str
+    compression: str
+    bytes: int
+    modified: int  # nanoseconds
+
+    def changed(self) -> bool:
+        """Since it was found; that its content is the same is another question."""
+        try:
+            now = os.stat(self.file)
+        except OSError:
+            return True
+        return (now.st_size, now.st_mtime_ns) != (self.bytes, self.modified)
+
+
+def find_sources(names: Iterable[str], spool: Path | None = None, format: str = "") -> tuple[list[Source], int]:
+    """The files to read, and how many others the folders hold. Hidden files are not looked at.
+
+    `@FILE` stands for the paths in FILE, one a line; `spool` is what standard input was written to; `format` is that of files named
+    themselves, whatever they are called. Raises CorpusError for a source that is missing or has nothing to read.
+    """
+    found: dict[str, Source] = {}
+    ignored = 0
+    for name in _listed(names):
+        if name == STDIN:
+            assert spool is not None
+            found.setdefault(STDIN, _source(STDIN, str(spool), format or ".txt", ""))
+            continue
+        files, others = _files(name, format)
+        ignored += others
+        for path, kind, compression in files:
+            found.setdefault(os.path.realpath(path), _source(path, path, kind, compression))
+    return list(found.values()), ignored
+
+
+def format_of(path: str) -> tuple[str, str]:
+    """(format, compression) by the name, ("", "") where no reader fits."""
+    stem, suffix = os.path.splitext(path.lower())
+    compression = suffix if suffix in COMPRESSIONS else ""
+    kind = os.path.splitext(stem)[1] if compression else suffix
+    readable = kind in FORMATS and not (compression and kind in COLUMNAR)
+    return (kind, compression) if readable else ("", "")
+
+
+def block_hashes(source: Source, start: int = 0) -> Iterator[str]:
+    """Of each block from the byte `start` on."""
+    with open(source.file, "rb") as file:
+        file.seek(start)
+        while block := file.read(BLOCK):
+            yield xxhash.xxh3_128_hexdigest(block)
+
+
+def joined(hashes: Sequence[str]) -> str:
+    """The hash of a source: xxh3-128 over those of its blocks of 4 MiB."""
+    return xxhash.xxh3_128_hexdigest("".join(hashes).encode())
+
+
+def _source(path: str, file: str, format: str, compression: str) -> Source:
+    found = os.stat(file)
+    return Source(path, file, format, compression, found.st_size, found.st_mtime_ns)
+
+
+def _listed(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if not name.startswith("@") or os.path.exists(name):
+            yield name
+            continue
+        try:
+            lines = Path(name[1:]).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CorpusError(f"{name}: {getattr(error, 'strerror', error)}; expected a file with a path on each line") from None
+        yield from (line for line in lines if line.strip())
+
+
+def _files(name: str, format: str) -> tuple[list[tuple[str, str, str]], int]:
+    """(path, format, compression) of each file that `name` stands for, and how many others there are."""
+    places = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    if not places:
+        raise CorpusError(f"{name}: no such file or folder, and no file matches it as a pattern")
+    files, others = [], 0
+    named = places == [name] and not os.path.isdir(name)
+    for place in places:
+        for path in _below(place) if os.path.isdir(place) else [place]:
+            kind, compression = format_of(path)
+            if format and named:
+                kind, compression = format, next((c for c in COMPRESSIONS if path.lower().endswith(c)), "")
+            if not kind or (not named and os.path.basename(path) in _NO_DATA):
+                others += 1
+            elif not stat.S_ISREG(os.stat(path).st_mode):
+                raise CorpusError(f"{path}: not a regular file; pipe it into `pretrain prepare -` instead")
+            else:
+                files.append((path, kind, compression))
+    if not files:
+        held = f"has none ({others:,} other files)" if os.path.isdir(name) else "is not one"
+        raise CorpusError(f"{name}: {held} of the formats {', '.join(FORMATS)} (text also as .gz or .zst); --format names that of a file")
+    return files, others
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Every visible file, in the order of the paths. Links to folders are followed, each folder once."""
+    seen, found = set(), []
+    for here, folders, files in os.walk(folder, followlinks=True):
+        mark = os.stat(here)
+        if (mark.st_dev, mark.st_ino) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add((mark.st_dev, mark.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [os.path.join(here, name) for name in files if not name.startswith(".") and os.path.exists(os.path.join(here, name))]
+    return iter(sorted(found, key=lambda path: path.split(os.sep)))
