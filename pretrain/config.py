@@ -70,6 +70,7 @@ class Data:
     val: tuple[Source, ...] = key((), "the set to validate on, or a list (default: the validation splits of `data.train`)")
     sequence_length: int = key(1024, "tokens in a window: the model's context")
     shuffle: bool = key(True, "a new order of windows for every epoch; `false` is file order")
+    document_mask: bool = key(False, "keep attention and positions inside documents; GPT-2 lets them run across those of a window")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pretrain.order import LEAST_SHARE, Int64s, drawn, mixed, shares, shuffled
 from pretrain.shards import TokenStream, open_split
 
 IGNORED = -100  # torch's target that does not count
+_LOOK_FOR_END = 2**21  # tokens, more than almost any document has
 _GPT2 = {"name": "gpt2 (assumed: a bare set names no tokenizer)", "vocab_size": 50257, "eos_id": 50256, "sha256": None}
 
 
@@ -97,6 +98,8 @@ def open_sets(cfg: Config) -> Sets:
             raise ConfigError(
                 f"{stream.name} was made with {tokenizer['name']}, {train[0].name} with {tokenizers[0]['name']}: one model needs one tokenizer"
             )
+    if cfg.data.document_mask:
+        _check_ends([*train, *val], tokenizers[0]["eos_id"])
     if cfg.model.vocab_size and train[0].manifest and cfg.model.vocab_size < tokenizers[0]["vocab_size"]:
         raise ConfigError(
             f"model.vocab_size={cfg.model.vocab_size:,} is smaller than the tokenizer's {tokenizers[0]['vocab_size']:,}; leave it out to take the tokenizer's"
@@ -116,6 +119,18 @@ def open_sets(cfg: Config) -> Sets:
             f"train.eval_tokens={cfg.train.eval_tokens:,} leaves no window for {val[eval_windows.index(0)].name}, the smallest of {len(val)} sets; write more, or leave it out to take all"
         )
     return Sets(train, val, _names(cfg.data.train), _names(val_sources), tokenizers[0], shares(weights), T, eval_windows)
+
+
+def _check_ends(streams: Sequence[TokenStream], eos_id: int | None) -> None:
+    """A bare set is taken for GPT-2's: without its end-of-text token nothing would be masked, and nobody told."""
+    for stream in streams:
+        if eos_id is None or (stream.manifest or {}).get("eos_id", eos_id) != eos_id:
+            raise ConfigError(f"data.document_mask=true: {stream.name} does not end documents with one known token; prepare it again")
+        if stream.manifest is None and eos_id not in stream.read(0, min(stream.tokens, _LOOK_FOR_END)):
+            raise ConfigError(
+                f"data.document_mask=true: no end-of-text token (id {eos_id}, as a bare set is taken for GPT-2's) in the first {min(stream.tokens, _LOOK_FOR_END):,} tokens of {stream.name}; "
+                "prepare it with pretrain prepare, or leave data.document_mask out"
+            )
 
 
 def _check_different(key: str, streams: Sequence[TokenStream]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
+from pretrain import document_mask
 from pretrain.config import Config, ConfigError
 from pretrain.initial import Initial, fill, on_meta
 from pretrain.loader import IGNORED
@@ -60,10 +61,11 @@ class PretrainGPT2(GPT2LMHeadModel):  # type: ignore[misc]
     """transformers' GPT-2 whose forward returns the loss sum; `config.vocab_size` counts the padded rows."""
 
     vocab_size: int  # rows that stand for tokens
+    masks_documents = True  # does what `config.document_eos_id` asks for
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of token losses in fp32, number of targets), both 0-d; targets equal to IGNORED do not count."""
-        hidden_BTD = self.transformer(inputs_BT, use_cache=False).last_hidden_state
+        hidden_BTD = self.transformer(inputs_BT, use_cache=False, **document_mask.arguments(self, inputs_BT)).last_hidden_state
         logits_NV = self.lm_head(hidden_BTD).flatten(0, 1)
         targets_N = targets_BT.flatten()
         return _TokenLoss.apply(logits_NV, targets_N, self.vocab_size), (targets_N != IGNORED).sum()
@@ -130,6 +132,7 @@ def outline(cfg: Config, vocab_size: int, eos_id: int | None) -> tuple[PretrainG
             n_layer=n_layer, n_head=n_head, n_embd=n_embd, n_positions=cfg.data.sequence_length, bos_token_id=eos_id, eos_token_id=eos_id
         )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = cfg.model.dropout
+    document_mask.ask(config, eos_id if cfg.data.document_mask else None)
     torch.manual_seed(cfg.init_seed)
     model = _make(config, vocab_size, cfg.model.build)
     initial: Initial | None = None
@@ -162,7 +165,7 @@ def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT
     What `build` names may be any module with our forward; it is typed as ours for the attributes that it gets here.
     """
     config.vocab_size = -(-vocab_size // _PAD_ROWS_TO) * _PAD_ROWS_TO
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "sdpa" if document_mask.asked(config) is None else document_mask.NAME
     if config.activation_function == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one kernel: a fifth of the step on a CPU
     if build:
@@ -173,6 +176,10 @@ def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT
     else:
         with torch.device("meta"):
             model = PretrainGPT2(config)
+    if document_mask.asked(config) is not None and not getattr(model, "masks_documents", False):
+        raise ConfigError(
+            f"data.document_mask=true: what model.build={build} made does not say that it keeps documents apart (masks_documents = True on its class, by config.document_eos_id)"
+        )
     model.vocab_size = vocab_size
     model.train()
     return model

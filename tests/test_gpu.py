@@ -28,6 +28,19 @@ def test_a_gpu_trains_like_the_cpu(config: Config, precision: str, compiled: str
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=bound)
 
 
+@pytest.mark.parametrize("compiled", ["off", "block", "whole"])
+@pytest.mark.parametrize("more", [[], ["model.activation_checkpointing=true"], ["run.precision=bf16"], ["model.n_head=4"]])
+def test_documents_are_kept_apart_as_on_the_cpu(config: Config, compiled: str, more: list[str]) -> None:
+    """By FlexAttention, or where heads are too narrow for it by a dense mask."""
+    path = config({"data.document_mask": True})
+    expected, _ = drive.run(path, ["run.name=cpu", *(more if more == ["model.n_head=4"] else [])])
+    drive.leave()
+    rows, _ = drive.run(path, ["run.device=cuda", "run.tf32=false", f"train.compile={compiled}", "run.name=gpu", *more])
+    drive.leave()
+    bound = 5e-3 if "run.precision=bf16" in more else 1e-5
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=bound)
+
+
 def test_deterministic_runs_are_equal_to_the_bit(config: Config) -> None:
     found = []
     for name in ("a", "b"):
