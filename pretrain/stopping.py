@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -115,8 +116,8 @@ class StopRequests:
                     self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
-        if self._follow:
-            time.sleep(0.1)  # a launcher's dying threads hand us to one another, with a signal each time, before it is gone
+        while self._follow and os.getppid() == self._launcher and is_ending(self._launcher):
+            time.sleep(0.01)  # a launcher's dying threads hand us to one another, with a signal each time, before it is gone
         if os.getppid() != self._launcher:  # its death is one request, however often the kernel says so
             if not self._gone:
                 self._gone = True
@@ -129,3 +130,13 @@ class StopRequests:
         if not self._training:
             self.at_start(_REASONS[self._requested])
             os._exit(75)
+
+
+def is_ending(process: int) -> bool:
+    """Whether the kernel is ending it, thread by thread: those that are left have a SIGKILL to come (proc(5))."""
+    for status in Path(f"/proc/{process}/task").glob("*/status"):
+        with suppress(OSError):  # it has just gone
+            found = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            if found["State"][0] in "ZX" or int(found["SigPnd"], 16) >> (signal.SIGKILL - 1) & 1:
+                return True
+    return False

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 
@@ -75,10 +75,16 @@ class ForkedRun:
         return [rank.sentinel for rank in self.ranks if rank.exitcode is None]
 
     def wait_for_line(self, text: str, seconds: float = START) -> None:
+        self.wait_for(f"a line with {text!r}", lambda: text in self.said, seconds)
+
+    def wait_for_file(self, path: Path, seconds: float = START) -> None:
+        self.wait_for(str(path), path.exists, seconds)
+
+    def wait_for(self, what: str, happened: Callable[[], bool], seconds: float = START) -> None:
         end = time.monotonic() + seconds
-        while text not in self.said:
-            assert self.left, f"all ended before a line with {text!r}: {self.statuses}\n{self.said}"
-            assert time.monotonic() < end, f"no line with {text!r} in {seconds:.0f}s\n{self.said}"
+        while not happened():
+            assert self.left, f"all ended before {what}: {self.statuses}\n{self.said}"
+            assert time.monotonic() < end, f"not in {seconds:.0f}s: {what}\n{self.said}"
             time.sleep(0.01)
 
     def wait(self, seconds: float = START) -> list[int | None]:

@@ -234,6 +234,34 @@ def test_nan_ends_the_run(forks: Forks, config: Callable[..., Path], tmp_path: P
     assert checkpoints(folder) == [3]
 
 
+IMPATIENT = {"hang_timeout": 20}, "-17"  # the others give up 3 seconds after they have begun to wait
+
+
+def test_a_save_may_take_longer_than_a_collective(forks: Forks, config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
+    """B44: while rank 0 writes, the others wait for it."""
+    gate, (train, patience) = tmp_path / "gate", IMPATIENT
+    path = config(train={"max_steps": 2, "checkpoint_every": 2, **train})
+    run = forks.start(path, size=2, out=tmp_path / "out", GATE_SAVE=str(gate), PATIENCE=patience)
+    run.wait_for_file(Path(f"{gate}.here"))
+    time.sleep(4.5)  # that nothing happens is what is to be seen
+    gate.touch()
+    assert run.wait() == [0, 0], run.story(folder)
+
+
+def test_a_rank_that_hangs_in_an_evaluation(forks: Forks, config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
+    """No watch looks there: the others give up."""
+    gate, (train, patience) = tmp_path / "gate", IMPATIENT  # the gate stays shut, for rank 0
+    path = config(train={"max_steps": 2, "eval_every": 2, **train})
+    run = forks.start(path, size=2, out=tmp_path / "out", GATE_EVALUATION=str(gate), PATIENCE=patience)
+    run.wait_for_file(Path(f"{gate}.here"))
+    run.ranks[1].join(TOGETHER)
+    assert run.statuses == [None, 1], run.story(folder)
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["rank"]) == ("failed", 1)
+    assert "imed out" in status["reason"]
+    run.kill()
+
+
 def test_nan_is_skipped(forks: Forks, config: Callable[..., Path], tmp_path: Path, folder: Path) -> None:
     run = forks.start(config(train={"max_steps": 8, "nonfinite": "skip"}), size=2, out=tmp_path / "out", FAULT="nan:1:5")
     assert run.wait() == [0, 0], run.story(folder)

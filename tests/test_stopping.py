@@ -30,11 +30,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "long"
 
 
-def check_stopped(started: Launch, reason: str, exit_status: int | None = 75) -> int:
-    """Everything is gone soon, and what was trained is in a checkpoint. Returns the step reached."""
+def check_stopped(started: Launch, reason: str | tuple[str, ...], exit_status: int | None = 75) -> int:
+    """Everything is gone soon, and what was trained is in a checkpoint. Returns the step reached. `reason`: or one of these."""
     found = started.wait(SOON)
     assert found == exit_status if exit_status is not None else found != 0, started.story()
     status = started.status()
+    reason = status["reason"] if status["reason"] in reason and isinstance(reason, tuple) else reason
     assert (status["state"], status["exit_status"], status["reason"]) == ("stopped", 75, reason), started.story()
     steps = [m["step"] for m in started.metrics()]
     assert steps == list(range(1, status["step"] + 1))  # each once, over all restarts
@@ -95,16 +96,23 @@ def ctrl_c(started: Launch) -> None:
     os.killpg(started.process.pid, INT)  # a terminal sends it to the launcher and to whatever shares its group
 
 
+def usr1_to_all(started: Launch) -> None:
+    for process in started.alive():
+        process.send_signal(USR1)
+
+
 def send(number: int) -> Callable[[Launch], None]:
     return lambda started: started.signal(number)
 
 
 def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
-    """Accelerate's launcher dies of SIGTERM with one process and forwards it with two; killed, it can do neither. No trainer is left."""
+    """Accelerate's launcher dies of SIGTERM with one process and forwards it with two; killed, or by SIGUSR1, it can do neither. Slurm's
+    `--signal=USR1` comes to every process of a step at once, with a `B:` to the launcher alone. No trainer is left."""
     one = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     reached = 0
     for flags, ask, reason in [(one, send(TERM), "the launcher is gone"), (several(2), send(TERM), "SIGTERM"),
-                               (several(2), ctrl_c, "SIGINT"), (several(2), send(KILL), "the launcher is gone")]:  # fmt: skip
+                               (several(2), ctrl_c, "SIGINT"), (several(2), send(KILL), "the launcher is gone"),
+                               (several(2), send(USR1), "the launcher is gone"), (several(2), usr1_to_all, ("SIGUSR1", "the launcher is gone"))]:  # fmt: skip
         with launch(accelerate(flags, config), folder, cwd=tmp_path) as started:
             go_on(started, reached)
             ask(started)
