@@ -42,9 +42,9 @@ def prepare(o: argparse.Namespace) -> int:
 
     settings = corpus.Settings(o.tokenizer, o.val_fraction, o.val_split, o.text_field, encoding=o.encoding, documents=o.documents,
                                on_bad=o.on_bad, deduplicate=o.deduplicate)  # fmt: skip
-    manifest, was_there = corpus.prepare(
-        o.source, o.output, settings, workers=o.workers, overwrite=o.overwrite, part=o.part, format=o.format and f".{o.format}"
-    )
+    dataset = corpus.DatasetName(o.dataset, o.config, o.split, o.streaming) if o.dataset else None
+    manifest, was_there = corpus.prepare(o.source, o.output, settings, workers=o.workers, overwrite=o.overwrite, part=o.part,
+                                         format=o.format and f".{o.format}", dataset=dataset)  # fmt: skip
     if manifest is None:
         print(f"part {o.part[0]} of {o.part[1]} is done; when all are: pretrain merge {o.output}")
         return 0
@@ -140,8 +140,6 @@ def inspect(o: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from pretrain.corpus.sources import FORMATS
-
     parser = argparse.ArgumentParser(prog="pretrain", description="Pretrain GPT-2, data-parallel, the same way whatever the layout.", epilog=_EPILOG,
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"pretrain {__version__}")
@@ -160,10 +158,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "source",
-        nargs="+",
+        nargs="*",
         help="files, folders or globs of .txt, .jsonl, .ndjson, .json, .csv (also .gz and .zst), .parquet and .arrow; @FILE lists paths, - is standard input",
     )
     p.add_argument("--output", type=Path, required=True, help="the set's folder, for example data/mine")
+    p.add_argument(
+        "--dataset", metavar="NAME", help="instead of sources: a dataset of the Hugging Face Hub, or a folder that datasets loads"
+    )
+    p.add_argument("--config", help="the dataset's configuration")
+    p.add_argument("--split", default="train", help="the dataset's split (default %(default)s)")
+    p.add_argument("--streaming", action="store_true", help="read the dataset while it is fetched, keeping nothing of it on disk")
     p.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), byte, train:SIZE, or a Hugging Face name or folder")
     p.add_argument(
         "--val-fraction",
@@ -191,9 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--format",
-        choices=[format[1:] for format in FORMATS],
         default="",
-        help="of the files named and of standard input (default: by name, txt)",
+        metavar="NAME",
+        help="of the files named and of standard input, for example jsonl (default: by name; txt)",
     )
     p.add_argument("--encoding", default="utf-8", help="of text, for example latin-1, cp1252, utf-16 (default %(default)s)")
     p.add_argument(

@@ -158,11 +158,11 @@ def _examples(results: Sequence[Mapping[str, Any]], sources: Sequence[Source]) -
 
 def _rows(results: Sequence[Mapping[str, Any]], sources: Sequence[Source]) -> list[Row]:
     """The sources for the manifest, by the hashes of what was read."""
-    found: list[list[tuple[int, list[str]]]] = [[] for _ in sources]
+    found: list[dict[int, list[str]]] = [{} for _ in sources]  # first block -> hashes
     for result in results:
         for source, block, hashes in result["blocks"]:
-            found[source].append((block, hashes))
-    return [_row(source, [h for _, hashes in sorted(blocks) for h in hashes]) for source, blocks in zip(sources, found, strict=True)]
+            found[source][block] = hashes
+    return [_row(source, [h for block in sorted(blocks) for h in blocks[block]]) for source, blocks in zip(sources, found, strict=True)]
 
 
 def _refuse_empty(splits: Mapping[str, Mapping[str, int]], kept: int, settings: Settings) -> None:

@@ -17,7 +17,8 @@ import xxhash
 
 from pretrain.corpus import formats
 from pretrain.corpus.documents import Document, Found, Reading
-from pretrain.corpus.sources import BLOCK, Source, block_hashes
+from pretrain.corpus.hub import read_dataset
+from pretrain.corpus.sources import BLOCK, DATASET, Source, block_hashes
 from pretrain.corpus.tokenise import RECORD, SPLITS, Task
 
 PLAN, JOURNAL = "plan.json", "journal.jsonl"
@@ -54,7 +55,9 @@ def units_of(sources: Sequence[Source], reading: Reading) -> list[Unit]:
     for number, source in enumerate(sources):
         if held + source.bytes > BLOCK or len(small) >= BATCH_DOCUMENTS:
             together()
-        if source.bytes <= BLOCK:
+        if source.format == DATASET:
+            units += _row_units(number, source, at)
+        elif source.bytes <= BLOCK:
             small.append(number)
             held += source.bytes
         elif formats.has_ranges(source, reading):
@@ -66,6 +69,15 @@ def units_of(sources: Sequence[Source], reading: Reading) -> list[Unit]:
         at += source.bytes
     together()
     return units
+
+
+def _row_units(number: int, source: Source, at: int) -> list[Unit]:
+    if not source.rows:
+        return [Unit((number,), stream=True, at=at, bytes=source.bytes)]
+    step = max(1, source.rows * BLOCK // source.bytes)
+    starts = range(0, source.rows, step)
+    size = source.bytes * step // source.rows
+    return [Unit((number,), start, min(start + step, source.rows), True, at + k * size, size) for k, start in enumerate(starts)]
 
 
 def share(units: Sequence[Unit], part: int, parts: int) -> range:
@@ -90,7 +102,10 @@ def tasks(units: Sequence[Unit], mine: Iterable[int], sources: Sequence[Source],
             continue
         ((source, opened),) = named
         hashes = [(source, 0, list(block_hashes(opened)))]
-        for k, (found, last) in enumerate(_batches(formats.read(opened, reading, fragments))):
+        documents = (
+            read_dataset(opened, reading, unit.start, unit.stop) if opened.format == DATASET else formats.read(opened, reading, fragments)
+        )
+        for k, (found, last) in enumerate(_batches(documents)):
             if (number, k) not in done:
                 yield Task(number, k, last, named, found=found, blocks=hashes if last else (), cut=cut(number, k))
 

@@ -20,9 +20,10 @@ from pretrain import __version__, shards
 from pretrain.corpus import formats
 from pretrain.corpus.documents import Bad
 from pretrain.corpus.folder import PARTS, all_parts, locked, publish, refuse_foreign
+from pretrain.corpus.hub import DatasetName, open_dataset
 from pretrain.corpus.manifest import Settings, reusable
 from pretrain.corpus.parts import Part, Unit, folder_of, share, tasks, units_of
-from pretrain.corpus.sources import STDIN, CorpusError, Source, find_sources
+from pretrain.corpus.sources import FORMATS, STDIN, CorpusError, Source, find_sources
 from pretrain.corpus.tokenise import Characters, Task, Tokenise, clean, is_blank, validates
 from pretrain.corpus.workers import WorkerDied, cores, in_order
 from pretrain.shards import MANIFEST, ShardError
@@ -30,18 +31,23 @@ from pretrain.tokenization import Tokenizer, TokenizerError, cuts_at_lines, iden
 
 
 def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers: int | None = None, overwrite: bool = False,
-            part: tuple[int, int] | None = None, format: str = "") -> tuple[dict[str, Any] | None, bool]:  # fmt: skip
-    """Make the set `output`, or its part (i, n). Returns its manifest (None for a part), and whether it was there already.
+            part: tuple[int, int] | None = None, format: str = "", dataset: DatasetName | None = None) -> tuple[dict[str, Any] | None, bool]:  # fmt: skip
+    """Make the set `output`, or its part (i, n), of sources or of a dataset. Returns its manifest (None for a part), and whether it
+    was there already.
 
     `settings.tokenizer` is a name that `tokenization.load` knows. `workers` (default: one per core) tokenise. Raises CorpusError.
     """
     settings.check()
     if workers is not None and workers < 1:
         raise CorpusError(f"--workers {workers}: expected 1 or more")
+    if format and format not in FORMATS:
+        raise CorpusError(f"--format {format[1:]}: expected one of {', '.join(known[1:] for known in FORMATS)}")
+    if bool(sources) == bool(dataset):
+        raise CorpusError("name either sources or a --dataset" + ", not both" * bool(sources))
     if part:
-        _check_part(part, sources, settings)
+        _check_part(part, sources, settings, dataset)
     with _told(output), _spooled(sources, output) as spool:
-        found, ignored = find_sources(sources, spool, format)
+        found, ignored = ([open_dataset(dataset)], 0) if dataset else find_sources(sources, spool, format)
         identified = dataclasses.replace(settings, tokenizer=identify(settings.tokenizer))
         if not overwrite and (manifest := reusable(output, identified, found)):
             return manifest, True
@@ -90,7 +96,7 @@ def _told(output: Path) -> Iterator[None]:
         raise CorpusError(f"{output}: no space left ({free:,} bytes free); {kept}, or choose an --output on another disk") from error
 
 
-def _check_part(part: tuple[int, int], sources: Sequence[str], settings: Settings) -> None:
+def _check_part(part: tuple[int, int], sources: Sequence[str], settings: Settings, dataset: DatasetName | None) -> None:
     number, parts = part
     if not 1 <= number <= parts:
         raise CorpusError(f"--part {number}/{parts}: expected a part from 1/{parts} to {parts}/{parts}")
@@ -98,6 +104,8 @@ def _check_part(part: tuple[int, int], sources: Sequence[str], settings: Setting
         raise CorpusError("--val-split tail needs the whole text, and a part reads its share alone; use --val-split hash")
     if settings.tokenizer.startswith("train:"):
         raise CorpusError(f"--tokenizer {settings.tokenizer} would be trained by each part; train it once, and name the folder of that set")
+    if dataset and dataset.streaming:
+        raise CorpusError("a streamed dataset is read from its start and can't be shared between parts; leave out --streaming")
     if STDIN in sources:
         raise CorpusError("standard input can't be shared between parts; write it to a file first")
 

@@ -17,6 +17,7 @@ FORMATS = (".txt", ".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")
 COLUMNAR = (".parquet", ".arrow")  # compressed inside, if at all
 STDIN = "-"
+DATASET = "dataset"  # the format of a source that `hub` reads
 # Files of other programs beside the data: of Hugging Face's datasets, tokenizers and models, and our own.
 _NO_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json", "generation_config.json",
             "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "manifest.json",
@@ -37,9 +38,13 @@ class Source:
     compression: str
     bytes: int
     modified: int  # nanoseconds
+    identity: str = ""  # of a dataset: what stands for its content
+    rows: int = 0  # of a dataset whose rows can be read from the middle
 
     def changed(self) -> bool:
         """Since it was found; that its content is the same is another question."""
+        if self.format == DATASET:
+            return False
         try:
             now = os.stat(self.file)
         except OSError:
@@ -77,7 +82,10 @@ def format_of(path: str) -> tuple[str, str]:
 
 
 def block_hashes(source: Source, start: int = 0) -> Iterator[str]:
-    """Of each block from the byte `start` on."""
+    """Of each block from the byte `start` on; of a dataset, that of its identity."""
+    if source.format == DATASET:
+        yield xxhash.xxh3_128_hexdigest(source.identity.encode())
+        return
     with open(source.file, "rb") as file:
         file.seek(start)
         while block := file.read(BLOCK):

@@ -70,7 +70,7 @@ def row_groups(source: Source, reading: Reading, start: int, stop: int) -> Itera
             mine = [group for group in range(groups) if start <= group * source.bytes // groups < stop]
             row = sum(file.metadata.row_group(group).num_rows for group in range(mine[0])) if mine else 0
             for batch in file.iter_batches(ROWS, row_groups=mine, columns=[reading.text_field]) if mine else ():
-                yield from _rows(batch.column(0), row, reading)
+                yield from rows_of(_texts(batch.column(0)), row, reading)
                 row += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         if mine:
@@ -101,28 +101,34 @@ def read_arrow(source: Source, reading: Reading) -> Iterator[Found]:
             for batch in batches:
                 column = batch.column(opened.schema.names.index(reading.text_field))
                 for begin in range(0, len(column), ROWS):
-                    yield from _rows(column.slice(begin, ROWS), row + begin, reading)
+                    yield from rows_of(_texts(column.slice(begin, ROWS)), row + begin, reading)
                 row += len(column)
     except (pyarrow.ArrowException, OSError) as error:
         yield _damaged("Arrow", row, error)
 
 
-def _rows(column: Any, before: int, reading: Reading) -> Iterator[Found]:
-    try:
-        texts = column.to_pylist()
-    except UnicodeDecodeError:
-        texts = [_or_none(value) for value in column]
-    for number, text in enumerate(texts, before + 1):
+def rows_of(values: Iterable[Any], before: int, reading: Reading) -> Iterator[Found]:
+    """The documents of a column, after `before` rows."""
+    for number, value in enumerate(values, before + 1):
         place = f", row {number}"
-        if isinstance(text, str):
-            yield Document(place, text)
-        elif text is None:
-            yield Bad(place, "null", f"the column {reading.text_field!r} is null, expected text")
-        else:
+        if isinstance(value, str):
+            yield Document(place, value)
+        elif isinstance(value, bytes):
             yield Bad(place, "not utf-8", f"the column {reading.text_field!r} is not UTF-8")
+        else:
+            what = "null" if value is None else "not text"
+            yield Bad(place, what, f"the column {reading.text_field!r} is {'null' if value is None else f'{value!r:.40}'}, expected text")
 
 
-def _or_none(value: Any) -> Any:
+def _texts(column: Any) -> list[Any]:
+    try:
+        texts: list[Any] = column.to_pylist()
+        return texts
+    except UnicodeDecodeError:
+        return [_or_bytes(value) for value in column]
+
+
+def _or_bytes(value: Any) -> Any:
     try:
         return value.as_py()
     except UnicodeDecodeError:

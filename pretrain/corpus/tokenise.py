@@ -184,6 +184,8 @@ class Tokenise:
             return
         at = min(max(cut, 0), len(text))
         ends_training = 0 < cut <= len(text)
+        if 0 < at < len(text):
+            found = found._replace(whole=b"")  # each of the two is a text of its own
         if at:
             self._encode(
                 gathered, False, text[:at].encode() if at < len(text) else utf8, found, not found.fragment, found.last or ends_training

@@ -1,0 +1,73 @@
+"""Datasets of Hugging Face: by name on the hub, of a local folder, or saved to disk. The only importer of `datasets`.
+
+A dataset that is loaded has rows that can be counted, shared between parts and read from the middle; a streamed one is read from its
+start. Its identity is what `datasets` takes for it, a fingerprint: of the files and of all that was done to them.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pretrain.corpus.documents import Bad, Found, Reading
+from pretrain.corpus.sources import DATASET, CorpusError, Source
+from pretrain.corpus.tables import ROWS, rows_of
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """What `datasets.load_dataset` is asked for."""
+
+    path: str
+    config: str | None = None
+    split: str = "train"
+    streaming: bool = False
+
+
+def open_dataset(name: DatasetName) -> Source:
+    """Raises CorpusError where there is no such dataset, configuration or split."""
+    found = _load(name)
+    size = 0 if name.streaming else max(1, found.data.nbytes)
+    told = "/".join(part for part in (f"dataset:{name.path}", name.config, name.split) if part)
+    identity = str(asdict(name)) if name.streaming else found._fingerprint
+    return Source(told, json.dumps(asdict(name)), DATASET, "", size, 0, identity, 0 if name.streaming else len(found))
+
+
+def read_dataset(source: Source, reading: Reading, start: int = 0, stop: int | None = None) -> Iterator[Found]:
+    """Of the rows [start, stop), or all."""
+    rows = _load(DatasetName(**json.loads(source.file)))
+    names = rows.column_names
+    field = reading.text_field
+    if names and field not in names:
+        yield Bad("", f"no {field}", f"no column {field!r} (found: {', '.join(names)}); choose one with --text-field")
+        return
+    if stop is not None:
+        rows = rows.select(range(start, stop))
+    before = start
+    for batch in rows.select_columns([field]).iter(ROWS):
+        yield from rows_of(batch[field], before, reading)
+        before += len(batch[field])
+
+
+@lru_cache(1)
+def _load(name: DatasetName) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = Path(name.path)
+    try:
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            found: Any = datasets.load_from_disk(name.path)
+            splits = found if isinstance(found, dict) else {str(found.split or "train"): found, "train": found}
+            if name.split not in splits:
+                raise CorpusError(f"--dataset {name.path}: no split {name.split!r}; it has {', '.join(splits)}: choose one with --split")
+            found = splits[name.split]
+            return found.to_iterable_dataset() if name.streaming else found
+        return datasets.load_dataset(name.path, name.config, split=name.split, streaming=name.streaming)
+    except CorpusError:
+        raise
+    except Exception as error:  # of the hub, of the file system, of each format: a dozen classes, over several lines
+        reason = " ".join(str(error).split())[:300]
+        raise CorpusError(f"--dataset {name.path}: {reason}") from error

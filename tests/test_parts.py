@@ -1,0 +1,378 @@
+"""Preparation in parts and after interruptions: whatever happened, the set is that of one undisturbed process."""
+
+import gzip
+import io
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.corpus import CorpusError, DatasetName, Settings, assemble, formats, merge, parts, prepare, sources, summary, tokenise
+from pretrain.corpus.documents import Document, Reading
+from pretrain.shards import ShardError, open_split, read_manifest
+from pretrain.tokenization import load, load_tokenizer
+
+BYTES = {"tokenizer": "byte", "val_fraction": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few kilobytes are many units."""
+    for module in (sources, parts, tokenise):
+        monkeypatch.setattr(module, "BLOCK", 700)
+    monkeypatch.setattr(parts, "BATCH", 300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Every kind of unit: small files together, ranges of a large one, large ones that only read from their start."""
+    draw = random.Random(0)
+    words = ["naïve", "fox", "\n", "\U0001f600", "the", "  ", "of"]
+    texts = [" ".join(draw.choices(words, k=draw.randrange(1, 60))) for _ in range(80)] + ["again", "", " ", "again"]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    made = tmp_path / "in"
+    made.mkdir()
+    (made / "a.jsonl").write_text("".join(lines))
+    (made / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[::-1]).encode()))
+    (made / "long.txt").write_text("\n".join(texts), "utf-8")
+    for number in range(5):
+        (made / f"small{number}.txt").write_text(f"again {number % 3}")
+    return made
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small tokenizer of GPT-2's kind, which loads at once."""
+    folder = tmp_path_factory.mktemp("bpe")
+    load("train:400", ["the quick brown fox jumps over the lazy dog, again and again\n" * 50 + Path(__file__).read_text("utf-8")]).save(
+        folder / "tokenizer"
+    )
+    return str(folder)
+
+
+def make(*names: Path | str, output: Path, part: tuple[int, int] | None = None, workers: int = 1, **given: Any) -> Any:
+    return prepare([str(name) for name in names], output, Settings(**BYTES | given), workers=workers, part=part)[0]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    assert not (folder / ".parts").exists()
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def texts(folder: Path, split: str = "train") -> list[str]:
+    stream = open_split(folder, split)
+    ids = stream.read(0, stream.tokens)
+    assert ids[-1] == 256
+    return [bytes(part.astype(np.uint8)).decode() for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1] for part in [part[:-1]]]
+
+
+@pytest.mark.parametrize(
+    ("count", "given"), [(1, {}), (2, {"tokenizer": "gpt2"}), (7, {}), (2, {"deduplicate": True}), (7, {"deduplicate": True})], ids=str
+)
+def test_parts_together_are_the_whole(folder: Path, tmp_path: Path, given: dict[str, Any], count: int) -> None:
+    whole = make(folder, output=tmp_path / "whole", **given)
+    for number in reversed(range(1, count + 1)):
+        assert make(folder, output=tmp_path / "set", part=(number, count), **given) is None
+        with pytest.raises(ShardError, match="unfinished"):
+            open_split(tmp_path / "set", "train")
+    assert merge(tmp_path / "set", workers=1) == whole
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def test_each_part_has_its_share(folder: Path) -> None:
+    found, _ = sources.find_sources([str(folder)])
+    units = parts.units_of(found, Reading())
+    assert {(bool(unit.stop), unit.stream) for unit in units} == {(False, False), (True, False), (False, True)}
+    for count in (1, 2, 5, 40):
+        shares = [list(parts.share(units, number, count)) for number in range(1, count + 1)]
+        assert [unit for share in shares for unit in share] == list(range(len(units)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupted_part_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Stopped after every second task, again and again: no task is done twice, and the set is the same."""
+    make(folder, output=tmp_path / "whole")
+    done: list[tuple[int, int]] = []
+    call = tokenise.Tokenise.__call__
+
+    def counted(self: Any, task: Any) -> Any:
+        if len(done) % 2 and done[-1] != (task.unit, task.number):
+            done.append((-1, -1))
+            raise KeyboardInterrupt
+        done.append((task.unit, task.number))
+        return call(self, task)
+
+    monkeypatch.setattr(tokenise.Tokenise, "__call__", counted)
+    for number in range(1, count + 1):
+        while True:
+            try:
+                make(folder, output=tmp_path / "set", part=(number, count) if count > 1 else None)
+                break
+            except KeyboardInterrupt:
+                pass
+    if count > 1:
+        merge(tmp_path / "set")
+    taken = [task for task in done if task != (-1, -1)]
+    assert len(taken) == len(set(taken)) > 10
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def stop_in_the_middle(folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch, after: int = 9) -> Path:
+    """Leaves a part with `after` results in its journal; returns its folder."""
+    add = parts.Part.add
+
+    def adding(self: parts.Part, result: Any) -> None:
+        add(self, result)
+        if len(self.done) == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Part, "add", adding)
+        with pytest.raises(KeyboardInterrupt):
+            make(folder, output=output)
+    (part,) = (output / ".parts").iterdir()
+    return part
+
+
+def cut_the_journal(part: Path) -> None:
+    journal = part / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-20])
+
+
+def lose_the_last_tokens(part: Path) -> None:
+    (tokens,) = part.glob("*.tokens")
+    tokens.write_bytes(tokens.read_bytes()[:-5])
+
+
+def flip_a_token(part: Path) -> None:
+    (tokens,) = part.glob("*.tokens")
+    data = bytearray(tokens.read_bytes())
+    data[100] ^= 1
+    tokens.write_bytes(data)
+
+
+def lose_all_tokens(part: Path) -> None:
+    (tokens,) = part.glob("*.tokens")
+    tokens.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_the_journal, lose_the_last_tokens, flip_a_token, lose_all_tokens])
+def test_what_a_crash_spoilt_is_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
+    damage(stop_in_the_middle(folder, tmp_path / "set", monkeypatch))
+    make(folder, output=tmp_path / "set")
+    make(folder, output=tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def change_a_letter(folder: Path) -> None:
+    """Where the interrupted preparation has been already, leaving size and time as they were."""
+    import os
+
+    before = (folder / "a.jsonl").stat()
+    data = (folder / "a.jsonl").read_bytes()
+    (folder / "a.jsonl").write_bytes(data.replace(b"fox", b"foX", 1))
+    os.utime(folder / "a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def add_a_file(folder: Path) -> None:
+    (folder / "0.txt").write_text("first now")
+
+
+@pytest.mark.parametrize("change", [change_a_letter, add_a_file])
+def test_what_was_made_of_other_sources_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    stop_in_the_middle(folder, tmp_path / "set", monkeypatch)
+    change(folder)
+    make(folder, output=tmp_path / "set")
+    make(folder, output=tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "set"
+
+    def refusal() -> str:
+        with pytest.raises(CorpusError) as caught:
+            merge(output)
+        return str(caught.value)
+
+    assert "holds no parts" in refusal()
+    make(folder, output=output, part=(1, 3))
+    make(folder, output=output, part=(3, 3))
+    assert "part 2 of 3 is missing; make it with --part 2/3" in refusal()
+    make(folder, output=output, part=(2, 3), val_fraction=0.3)
+    assert "part 2 was made with other settings than part 1" in refusal()
+    make(folder, output=output, part=(2, 3))
+    journal = output / ".parts/00002-of-00003/journal.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(b"".join(whole.splitlines(True)[:-1]))
+    assert "part 2 is unfinished (1 units are missing); run --part 2/3 again" in refusal()
+    journal.write_bytes(whole)
+    make(folder, output=output, part=(1, 2))
+    assert "parts of 2 and of 3" in refusal()
+    with pytest.raises(CorpusError, match="holds 4 parts of an array job; pretrain merge"):
+        make(folder, output=output)
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "reason"),
+    [
+        ((0, 3), {}, "--part 0/3: expected a part from 1/3 to 3/3"),
+        ((4, 3), {}, "--part 4/3"),
+        ((1, 3), {"val_split": "tail"}, "--val-split tail needs the whole text"),
+        ((1, 3), {"tokenizer": "train:300"}, "would be trained by each part"),
+        ((1, 1), {"encoding": "klingon"}, "--encoding klingon: no such encoding"),
+        ((1, 1), {"documents": ""}, "--documents: the separator is empty"),
+    ],
+)
+def test_what_a_part_cannot_be(folder: Path, tmp_path: Path, part: tuple[int, int], given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CorpusError, match=reason):
+        make(folder, output=tmp_path / "set", part=part, **given)
+
+
+def test_duplicates_are_counted_always_and_dropped_on_request(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "AT_ONCE", 20)  # several passes
+    counted = make(folder, output=tmp_path / "all")["documents"]
+    dropped = make(folder, output=tmp_path / "once", deduplicate=True)
+    every = [text for split in ("train", "val") for text in texts(tmp_path / "all", split)]
+    assert counted["duplicates"] == len(every) - len(set(every)) > 80
+    assert dropped["documents"]["skipped"]["duplicate"] == counted["duplicates"]
+    for split in ("train", "val"):
+        assert texts(tmp_path / "once", split) == list(dict.fromkeys(texts(tmp_path / "all", split)))
+        row, stream = dropped["splits"][split], open_split(tmp_path / "once", split)
+        assert (row["documents"], row["tokens"]) == (len(texts(tmp_path / "once", split)), stream.tokens)
+        assert row["bytes"] == stream.tokens - row["documents"]
+
+
+def test_what_is_bad_is_skipped_counted_and_told_with_its_line(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"good {n}"}) for n in range(200)]
+    rows[150], rows[160], rows[170] = "{", '{"text": null}', '{"body": "x"}'
+    rows += ["{"] * 9
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"text" * 500)[:-9])
+    names = [tmp_path / name for name in ("a.jsonl", "b.txt", "c.txt.gz")]
+    manifest = make(*names, output=tmp_path / "set", on_bad="skip")
+    told = manifest["documents"]
+    assert (told["read"], told["kept"]) == (211, 197)
+    assert told["skipped"] == {"damaged archive": 1, "no text": 1, "not JSON": 10, "not utf-8": 1, "null": 1}
+    assert told["examples"]["not JSON"] == [f"{tmp_path}/a.jsonl:{line}" for line in (151, 201, 202, 203, 204)]
+    assert told["examples"]["not utf-8"] == [f"{tmp_path}/b.txt:1"]
+    assert f"not JSON: {tmp_path}/a.jsonl:151, " in summary(manifest)
+    with pytest.raises(CorpusError, match=r"a\.jsonl:151: not one JSON object"):
+        make(*names, output=tmp_path / "other")
+    with pytest.raises(CorpusError, match="hold no text: every document is empty or blank, or was skipped"):
+        make(tmp_path / "b.txt", output=tmp_path / "none", on_bad="skip")
+
+
+@pytest.mark.parametrize(("tokenizer", "split"), [("byte", "tail"), ("byte", "hash"), ("gpt2", "hash")])
+def test_a_large_text_in_fragments_is_the_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, split: str) -> None:
+    """The cut of `tail` falls into a fragment, between two, and into another document."""
+    text = "".join(f"line {n} — of many,\r\n\r\n" for n in range(600))
+    (tmp_path / "a.txt").write_text(text, newline="")
+    (tmp_path / "b.txt").write_text("the end " * 200)
+    names = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for fraction in (0.05, 0.3, 0.5) if split == "tail" else (0.5,):
+        given = {"tokenizer": tokenizer, "val_split": split, "val_fraction": fraction}
+        whole = make(*names, output=tmp_path / f"whole{fraction}", **given)
+        with monkeypatch.context() as patch:
+            patch.setattr("pretrain.corpus.lines.PIECE", 100)
+            found, _ = sources.find_sources([str(tmp_path / "a.txt")])
+            assert len(list(formats.read(found[0], Reading(), fragments=True))) > 50
+            cut = make(*names, output=tmp_path / f"cut{fraction}", **given)
+        assert (cut["splits"], cut["files"], cut["documents"]) == (whole["splits"], whole["files"], whole["documents"])
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = b"".join(b'{"text": "line %d"}\n' % n for n in range(300))
+    (tmp_path / "a.jsonl").write_bytes(data)
+    make(tmp_path / "a.jsonl", output=tmp_path / "file")
+    for reused in (False, True):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        manifest, there = prepare(["-"], tmp_path / "set", Settings(**BYTES), workers=1, format=".jsonl")
+        assert there == reused
+        assert manifest is not None
+        assert manifest["sources"][0]["path"] == "-"
+    assert texts(tmp_path / "set") == texts(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "file", "set"]
+
+
+@pytest.mark.parametrize("kind", ["folder of files", "saved", "saved splits", "streamed"])
+def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"id": n, "text": f"row {n} " * 9} for n in range(100)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make(tmp_path / "in", output=tmp_path / "plain")
+    if kind.startswith("saved"):
+        made = datasets.Dataset.from_list(rows)
+        (made if kind == "saved" else datasets.DatasetDict(train=made)).save_to_disk(str(tmp_path / "saved"))
+    path = str(tmp_path / ("saved" if kind.startswith("saved") else "in"))
+    name = DatasetName(path, streaming=kind == "streamed")
+
+    def prepare_it(output: str, part: tuple[int, int] | None = None, dataset: DatasetName = name) -> tuple[Any, bool]:
+        return prepare([], tmp_path / output, Settings(**BYTES), workers=1, part=part, dataset=dataset)  # type: ignore[arg-type]
+
+    manifest, reused = prepare_it("set")
+    assert not reused
+    assert prepare_it("set")[1]
+    assert texts(tmp_path / "set") == texts(tmp_path / "plain")
+    assert manifest["sources"][0]["path"] == f"dataset:{path}/train"
+    if kind == "streamed":
+        with pytest.raises(CorpusError, match="leave out --streaming"):
+            prepare_it("parts", (1, 2))
+    else:
+        for number in (1, 2, 3):
+            prepare_it("parts", (number, 3))
+        assert merge(tmp_path / "parts") == manifest
+    with pytest.raises(CorpusError, match="--dataset"):
+        prepare_it("other", None, DatasetName(path, split="nope"))
+    with pytest.raises(CorpusError, match="no column 'body'"):
+        prepare([], tmp_path / "body", Settings(**BYTES, text_field="body"), workers=1, dataset=name)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    documents=st.lists(st.text(max_size=60).filter(lambda text: bool(text.strip())), min_size=1, max_size=30),
+    block=st.integers(5, 400),
+    count=st.integers(1, 4),
+)
+def test_text_comes_back_from_bytes_by_documents_tokens_and_windows(
+    tmp_path_factory: pytest.TempPathFactory, bpe: str, documents: list[str], block: int, count: int
+) -> None:
+    """Any Unicode, any cut into units and parts: the windows of the set, put together and decoded, are the documents."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents), "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sources, parts, tokenise):
+            patch.setattr(module, "BLOCK", block)
+        for number in range(1, count + 1):
+            make(folder / "a.jsonl", output=folder / "set", part=(number, count), tokenizer=bpe, val_fraction=0)
+        merge(folder / "set")
+    stream, T = open_split(folder / "set", "train"), 7
+    ids = np.concatenate(
+        [*(stream.read(w * T, T) for w in range(stream.windows(T))), stream.read(stream.windows(T) * T, stream.tokens % T or T)]
+    )
+    ids = np.concatenate([ids, stream.read(len(ids), stream.tokens - len(ids))])
+    end = read_manifest(folder / "set")["eos_id"]  # type: ignore[index]
+    apart = np.split(ids, np.flatnonzero(ids == end) + 1)
+    assert len(apart.pop()) == 0
+    decode = load_tokenizer(folder / "set").decode
+    assert [decode(part[:-1]) for part in apart] == documents
+
+
+def test_a_range_that_no_document_begins_in_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n" + json.dumps({"text": "y"}))
+    make(tmp_path / "a.jsonl", output=tmp_path / "set", val_fraction=0)
+    assert texts(tmp_path / "set") == ["x" * 5000, "y"]
+    assert [
+        type(found) for found in formats.read_range(sources.find_sources([str(tmp_path / "a.jsonl")])[0][0], Reading(), 700, 1400)
+    ] == []
+    assert Document(":1", "x") == Document(":1", "x", 0, True, b"")
