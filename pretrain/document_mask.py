@@ -58,6 +58,12 @@ def kernel(model: GPT2LMHeadModel, device: torch.device) -> str:
     return "flex" if device.type == "cuda" and fits else "dense"
 
 
+def note(model: GPT2LMHeadModel, device: torch.device) -> list[str]:
+    """For a run's opening lines."""
+    eos_id, by = asked(model.config), {"flex": "FlexAttention", "dense": "a dense mask"}[kernel(model, device)]
+    return [] if eos_id is None else [f"attention stays inside documents, which end with token {eos_id}: {by}"]
+
+
 def dense_mask(document_BT: Tensor) -> Tensor:
     """(B, 1, T, T): True where a query may look at a key."""
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain import checkpoint, launch, machine, runfolder
+from pretrain import checkpoint, document_mask, launch, machine, runfolder
 from pretrain import model as models
 from pretrain.config import Config, Layout, duration, everything_hash, layout, to_dict
 from pretrain.launched import Launched, forget_plugins
@@ -130,7 +130,8 @@ def start(
               control, saver, described, init_hash, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
     facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
     end = numbers.steps * numbers.windows if numbers.last_position is None else numbers.last_position
-    notes = [*notes, *sets.describe_mixture(end), f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
+    notes = [*notes, *sets.describe_mixture(end), *document_mask.note(module, device),
+             f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
              *(f"{stream.name}: bare files in the format of {stream.format}, tokenizer {sets.tokenizer['name']}"
                for stream in (*sets.train, *sets.val) if stream.manifest is None),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip

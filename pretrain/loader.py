@@ -113,11 +113,7 @@ def open_sets(cfg: Config) -> Sets:
     by_size = [[float(stream.windows(T)) for stream in streams] for streams in (train, val)]
     weights = [source.weight or size for source, size in zip(cfg.data.train, by_size[0], strict=True)]
     _check_shares(train, weights)
-    eval_windows = drawn(wanted, shares(by_size[1])) if val else []
-    if 0 in eval_windows:
-        raise ConfigError(
-            f"train.eval_tokens={cfg.train.eval_tokens:,} leaves no window for {val[eval_windows.index(0)].name}, the smallest of {len(val)} sets; write more, or leave it out to take all"
-        )
+    eval_windows = [max(1, n) for n in drawn(wanted, shares(by_size[1]))] if val else []  # by size, and some of each
     return Sets(train, val, _names(cfg.data.train), _names(val_sources), tokenizers[0], shares(weights), T, eval_windows)
 
 

@@ -31,8 +31,8 @@ train: {max_steps: 8, log_every: 4, eval_every: 4, eval_tokens: 64, checkpoint_e
 def commands() -> list[str]:
     """The lines of the fenced blocks without a language that start with a program."""
     programs = ("pretrain ", "accelerate ", "torchrun ", "python ")
-    blocks = re.findall(r"^```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.startswith(programs)]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines() if line.startswith(programs)]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,9 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(3, 9))) for _ in range(3000)]
     for i in range(60):  # enough variety for a tokenizer of 4,096 ids
         (folder / f"my_texts/{i}.txt").write_text("My fellow citizens " + " ".join(letters.choices(words, k=400)))
+    (folder / "my_notes").mkdir()
+    for i in range(30):
+        (folder / f"my_notes/{i}.txt").write_text(" ".join(letters.choices(words, k=100)))
     run(folder, "pretrain prepare my_texts/ --output data/quickstart --tokenizer train:300 --val-fraction 0.2")
     return folder
 

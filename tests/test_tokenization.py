@@ -138,6 +138,14 @@ def test_a_folder_with_added_tokens(tmp_path: Path) -> None:
     assert ids(tokenizer, "<x> is not cut") == list(b"<x> is not cut")
 
 
+def test_a_sets_tokenizer_is_the_same_in_another_set(trained: Tokenizer, tmp_path: Path) -> None:
+    """Or two sets could never be mixed: its file is taken as it lies, not as transformers would write it."""
+    trained.save(tmp_path / "tokenizer")
+    again = load(str(tmp_path / "tokenizer"))
+    assert again.identity()["sha256"] == trained.identity()["sha256"]
+    assert (again.eos_id, again.vocab_size) == (trained.eos_id, trained.vocab_size)
+
+
 def test_ids_above_16_bits_stay(tmp_path: Path) -> None:
     tokenizer = load(str(words(tmp_path, 70001)))
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (70001, 70000)
