@@ -1,5 +1,7 @@
 """README is true: its commands run as written, its table is the config's, its example module trains, its scripts are sound."""
 
+import gzip
+import json
 import random
 import re
 import shlex
@@ -48,6 +50,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(3, 9))) for _ in range(3000)]
     for i in range(60):  # enough variety for a tokenizer of 4,096 ids
         (folder / f"my_texts/{i}.txt").write_text("My fellow citizens " + " ".join(letters.choices(words, k=400)))
+    posts = [json.dumps({"body": " ".join(letters.choices(words, k=100))}) for _ in range(300)]
+    (folder / "my_posts.jsonl.gz").write_bytes(gzip.compress("\n".join([*posts, *posts[:5], "{"]).encode()))
     (folder / "my_notes").mkdir()
     for i in range(30):
         (folder / f"my_notes/{i}.txt").write_text(" ".join(letters.choices(words, k=100)))

@@ -165,6 +165,8 @@ def _make_part(folder: Path, work: _Work, number: int, parts: int) -> Part:
     tokenise = Tokenise(tokenizer, dtype, reading, settings.val_fraction, settings.on_bad == "skip", cuts_at_lines(work.tokenizer), folder)
     mine = share(units, number, parts)
     todo = tasks(units, mine, work.sources, reading, cuts_at_lines(work.tokenizer), made.done, cut)
+    if len(mine) == 1 and not units[mine[0]].stream:
+        work = dataclasses.replace(work, workers=1)  # a single task: starting workers would take longer
     for _, result in _run(tokenise, todo, work, "tokens", [units[unit] for unit in mine]):
         made.add(result)
     for unit in mine:
