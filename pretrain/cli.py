@@ -16,7 +16,7 @@ _EPILOG = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 for what the user can mend, 1 for a failure, 75 for a training run stopped on request."""
+    """Exit status: 0 done, 2 for what the user can mend, 1 for a failure, 75 for what was stopped on request and goes on."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     launcher_flags = []
     if arguments[:1] == ["train"] and "--" in arguments:
@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb: Callable[[argparse.Namespace], int] = options.verb
     try:
         return verb(options)
+    except KeyboardInterrupt:
+        goes_on = verb in (prepare, merge)
+        print("interrupted" + "; the same command goes on where it was" * goes_on, file=sys.stderr)
+        return 75 if goes_on else 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain import cli
 from pretrain.corpus import CorpusError, DatasetName, Settings, assemble, formats, merge, parts, prepare, sources, summary, tokenise
 from pretrain.corpus.documents import Document, Reading
 from pretrain.shards import ShardError, open_split, read_manifest
@@ -122,6 +123,20 @@ def test_an_interrupted_part_goes_on(folder: Path, tmp_path: Path, monkeypatch: 
     taken = [task for task in done if task != (-1, -1)]
     assert len(taken) == len(set(taken)) > 10
     assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def test_ctrl_c_says_that_it_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    command = ["prepare", str(folder), "--output", str(tmp_path / "set"), "--tokenizer", "byte", "--workers", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Part, "add", interrupted)
+        assert cli.main(command) == 75
+    assert capsys.readouterr().err == "interrupted; the same command goes on where it was\n"
+    assert cli.main(command) == 0
 
 
 def stop_in_the_middle(folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch, after: int = 9) -> Path:
