@@ -80,11 +80,11 @@ def test_a_scan_counts_what_is_there(
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, EOS), min_size=2, max_size=40),
-    st.text("ab ", min_size=1, max_size=6),
     st.lists(st.text("ab c", min_size=1, max_size=3), min_size=EOS, max_size=EOS),
+    st.data(),
 )
 def test_a_text_is_found_across_tokens_chunks_and_files(
-    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], text: str, pieces: list[str]
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], pieces: list[str], data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("set")
     for number, part in enumerate(np.array_split(tokens, 2)):
@@ -92,10 +92,22 @@ def test_a_text_is_found_across_tokens_chunks_and_files(
     table = TokenBytes("toy", EOS, [*(piece.encode() for piece in pieces), b""])
     spelled = [(pieces[token] if token != EOS else "|") for token in tokens]
     whole = "".join(spelled)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    there = whole[start : start + data.draw(st.integers(1, 7))]
+    hole = data.draw(st.integers(0, len(there)))
+    text = there[:hole] + there[hole + data.draw(st.integers(0, 2)) :] or "a"  # there, or nearly
+    if "|" in text:
+        text = text.replace("|", "") or "a"
     token_of = [n for n, piece in enumerate(spelled) for _ in piece]
     expected = [token_of[match.start()] for match in re.finditer(re.escape(text), whole)]
     found = find(open_split(folder, "all"), table, text.encode(), 10**9)
     assert (found.count, list(found.first)) == (len(expected), expected[:10])
+
+
+def test_a_token_between_parts_them_across_chunks(tmp_path: Path) -> None:
+    foreign.npy(tmp_path / "train.npy", [[2, 2, 2, 2, 0, 2, 1, 0, 1]])
+    table = TokenBytes("toy", 3, [b"a", b"b", b"c", b""])
+    assert find(open_split(tmp_path, "train"), table, b"ab", 10**9) == set_contents.Found(1, [7])
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path: Path) -> None:

@@ -89,7 +89,12 @@ def test_a_damaged_header_is_not_taken_for_nanogpts_tokens(tmp_path: Path, name:
     damaged(tmp_path / name, 0, struct.pack("<i", word))
     with pytest.raises(ShardError, match=rf"starts with {word}, not with llm\.c's 20240520 or 20240801"):
         open_split(tmp_path / name, "train")
-    damaged(tmp_path / name, 500, b"\7")  # and where the zeros are not what they were, the size tells
+    damaged(tmp_path / name, 500, b"\7")  # where the zeros are not what they were, the size tells
+    with pytest.raises(ShardError, match=rf"starts with {word}, not"):
+        open_split(tmp_path / name, "train")
+    damaged(tmp_path / name, 500, b"\0")  # and where the size is not, the zeros
+    with open(tmp_path / name, "ab") as file:
+        file.write(b"\1\2")
     with pytest.raises(ShardError, match=rf"starts with {word}, not"):
         open_split(tmp_path / name, "train")
 
@@ -156,6 +161,9 @@ def test_megatrons_pair_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="expected Megatron's"):
         open_split(path, "train")
     index.write_bytes(head)
+    path.write_bytes(tokens + b"\1\0")
+    with pytest.raises(ShardError, match=r"at bytes 0 to 30, train\.bin has 32 bytes"):
+        open_split(path, "train")
     path.write_bytes(tokens[:-2])
     with pytest.raises(ShardError, match=r"at bytes 0 to 30, train\.bin has 28 bytes"):
         open_split(path, "train")
