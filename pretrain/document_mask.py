@@ -9,6 +9,8 @@ heads narrower than 16, replicas by thread), by a mask of T × T for scaled_dot_
 Shape suffixes: B sequences, H heads, T tokens, D width of a head.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,6 @@ from transformers import AttentionInterface, GPT2LMHeadModel, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "inside_documents"  # among transformers' attention functions; without one for masks, so that it makes none of its own
-_compiled_flex = torch.compile(flex_attention, dynamic=False)
 
 
 def ask(config: PreTrainedConfig, eos_id: int | None) -> None:
@@ -78,11 +79,17 @@ def block_mask(document_BT: Tensor) -> BlockMask:
     return create_block_mask(inside, B, None, T, T, device=document_BT.device, _compile=not torch.compiler.is_compiling())
 
 
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Made when it is called for: asking for a compiled function loads the compiler, seconds of every start."""
+    return torch.compile(flex_attention, dynamic=False)  # type: ignore[return-value]
+
+
 def attend(module: nn.Module, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, attention_mask: Tensor | None, *, scaling: float,
            dropout: float = 0.0, document_mask: Tensor | BlockMask | None = None, **_: Any) -> tuple[Tensor, None]:  # fmt: skip
     """One of transformers' attention functions: (B, T, H, D). Without a document mask (`generate`: one document) it is causal."""
     if isinstance(document_mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         out_BHTD = flex(query_BHTD, key_BHTD, value_BHTD, block_mask=document_mask, scale=scaling)
         return out_BHTD.transpose(1, 2).contiguous(), None
     mask = attention_mask if document_mask is None else document_mask
