@@ -10,7 +10,6 @@ Shape suffixes: B sequences, H heads, T tokens, D width of a head.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -80,9 +79,9 @@ def block_mask(document_BT: Tensor) -> BlockMask:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Any:
     """Made when it is called for: asking for a compiled function loads the compiler, seconds of every start."""
-    return torch.compile(flex_attention, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def attend(module: nn.Module, query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, attention_mask: Tensor | None, *, scaling: float,
