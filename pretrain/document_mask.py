@@ -1,7 +1,8 @@
 """Attention that stays inside documents, and positions that begin anew in each (`data.document_mask`).
 
-A document's end-of-text token still belongs to it. What a window begins in the middle of counts as a document: its positions begin at 0.
-Targets stay as they are, so that the last thing a document predicts is the first token of the next one, as in GPT-2.
+An end-of-text token begins a document here, as it begins the text of an empty prompt: each predicts its first token from it alone, and
+the next one, last, from its own text. So every target stays inside its document, and all of GPT-2's targets stay. What a window begins
+in the middle of counts as a document: its positions begin at 0.
 
 On CUDA by FlexAttention (Dong et al. 2024), which skips the blocks between documents; elsewhere, and where that kernel does not go (dropout,
 heads narrower than 16, replicas by thread), by a mask of T × T for scaled_dot_product_attention.
@@ -44,8 +45,7 @@ def arguments(model: GPT2LMHeadModel, inputs_BT: Tensor) -> dict[str, Any]:
 
 def find(inputs_BT: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
     """(which document of its window each token belongs to, its position in there)."""
-    begins_BT = torch.zeros_like(inputs_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = inputs_BT[:, :-1] == eos_id
+    begins_BT = inputs_BT == eos_id
     index_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
     begin_BT = torch.where(begins_BT, index_T, 0).cummax(dim=1).values
     return begins_BT.cumsum(dim=1), index_T - begin_BT
