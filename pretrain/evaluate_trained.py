@@ -31,7 +31,8 @@ def _evaluate(trained: Trained, stream: TokenStream, split: str, micro: int, dev
         raise ConfigError(
             f"{stream.name} has ids up to {vocab_size:,}, the model {trained.model.vocab_size:,}: prepare it with the model's tokenizer"
         )
-    batches = evaluation_batches(stream, T, micro, stream.windows(T), rank=0, world_size=1, device=device)
+    batches = evaluation_batches(stream, T, micro, stream.windows(T), rank=0, world_size=1,
+                                 vocab_size=trained.model.vocab_size, device=device)  # fmt: skip
     loss, tokens = evaluation.evaluate(trained.model, batches, lambda total: total, device)
     split_facts = (stream.manifest or {}).get("splits", {}).get(split, {})
     per_token = split_facts["bytes"] / split_facts["tokens"] if split_facts.get("bytes") else None

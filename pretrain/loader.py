@@ -226,22 +226,11 @@ class Loader:
         for a in range(L.accumulation):
             first = (self.rank * L.accumulation + a) * L.micro  # a rank's windows follow each other, whatever the micro-batch
             for b in range(min(L.micro, max(0, stop - position - first))):
-                rows[a, b] = self._window(int(source[first + b]), int(window[first + b]))
+                rows[a, b] = _window(self.streams[source[first + b]], int(window[first + b]), L.sequence_length, self.vocab_size)
         tokens_ABT = torch.from_numpy(rows)
         if self.device.type == "cuda":
             tokens_ABT = tokens_ABT.pin_memory()
         return GlobalBatch((stop - position) * L.sequence_length, position, stop, digest, ()), tokens_ABT
-
-    def _window(self, source: int, window: int) -> Int64s:
-        stream, T = self.streams[source], self.layout.sequence_length
-        tokens = stream.read(window * T, T + 1)
-        if tokens.max() >= self.vocab_size:
-            at = int(tokens.argmax())
-            raise ConfigError(
-                f"{stream.where(window * T + at)}: token id {tokens[at]:,} does not fit model.vocab_size={self.vocab_size:,}; "
-                f"write model.vocab_size={int(tokens[at]) + 1} or more, or prepare the set with the tokenizer that you mean"
-            )
-        return tokens
 
     def _on_device(self, batch: GlobalBatch, tokens_ABT: Tensor) -> GlobalBatch:
         L = self.layout
@@ -250,17 +239,31 @@ class Loader:
         return GlobalBatch(batch.tokens, batch.start, batch.stop, batch.windows_hash, micros)
 
 
+def _window(stream: TokenStream, window: int, T: int, vocab_size: int) -> Int64s:
+    tokens = stream.read(window * T, T + 1)
+    if tokens.max() >= vocab_size:
+        at = int(tokens.argmax())
+        raise ConfigError(
+            f"{stream.where(window * T + at)}: token id {tokens[at]:,} does not fit model.vocab_size={vocab_size:,}; "
+            f"write model.vocab_size={int(tokens[at]) + 1} or more, or prepare the set with the tokenizer that you mean"
+        )
+    return tokens
+
+
 def _shift(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T + 1) -> inputs and targets, both contiguous: a compiled model is compiled for one layout of its inputs."""
     return tokens_BT[:, :-1].clamp(min=0), tokens_BT[:, 1:].contiguous()
 
 
 def evaluation_batches(stream: TokenStream, T: int, micro: int, windows: int, rank: int, world_size: int,
-                       device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """The first `windows` windows of a stream in file order, dealt to the ranks; the same number of (inputs, targets) on each."""
+                       vocab_size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """The first `windows` windows of a stream in file order, dealt to the ranks; the same number of (inputs, targets) on each.
+
+    Raises ConfigError when a token id does not fit the vocabulary.
+    """
     for start in range(0, windows, micro * world_size):
         rows = np.full((micro, T + 1), IGNORED, np.int64)
         for b, w in enumerate(range(start + rank * micro, min(start + (rank + 1) * micro, windows))):
-            rows[b] = stream.read(w * T, T + 1)
+            rows[b] = _window(stream, w, T, vocab_size)
         tokens_BT = torch.from_numpy(rows).to(device)
         yield _shift(tokens_BT)

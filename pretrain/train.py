@@ -181,7 +181,7 @@ def evaluate(job: Job, progress: Progress) -> None:
         by_set = {}
         for name, stream, windows in zip(job.sets.val_names, job.sets.val, job.sets.eval_windows, strict=True):
             batches = evaluation_batches(stream, job.layout.sequence_length, job.layout.micro, windows,
-                                         job.world.rank, job.world.size, job.clock.device)  # fmt: skip
+                                         job.world.rank, job.world.size, job.loader.vocab_size, job.clock.device)  # fmt: skip
             by_set[name] = evaluation.evaluate(module, batches, job.strategy.reduce_sum, job.clock.device, same_graph)
     loss, tokens = evaluation.together(list(by_set.values()))
     metrics = {"step": progress.step, **evaluation.evaluation_metrics(loss, job.sets.bytes_per_token)}
