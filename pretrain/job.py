@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,7 @@ def _device_notes(device: torch.device, world: launch.World, cpu_note: str) -> l
     return [f"{world.local_size} of {torch.cuda.device_count()} GPUs in use"] if idle else []
 
 
+@cache  # 60 ms
 def _versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], **{p: version(p) for p in ("pretrain", "torch", "accelerate", "transformers", "numpy")}}
 

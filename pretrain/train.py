@@ -143,7 +143,7 @@ def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, Ste
         batch = job.loader.global_batch(position)  # knows the global number of targets before the first backward
     loss_total = torch.zeros((), device=job.clock.device)
     for micro in batch:
-        seed_forward(job.cfg.run.seed, step, micro.index)
+        seed_forward(job.cfg.run.seed, step, micro.index, job.clock.device)
         with strategy.accumulate(job.model, last=micro.last):
             loss_sum, _ = job.model(micro.inputs, micro.targets)
             strategy.backward(loss_sum / batch.tokens)
@@ -151,10 +151,11 @@ def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, Ste
     return batch, loss_total, strategy.step(job.cfg.optim.grad_clip)
 
 
-def seed_forward(seed: int, step: int, micro_index: int) -> None:
+def seed_forward(seed: int, step: int, micro_index: int, device: torch.device) -> None:
     """Dropout depends on the place in the global batch, not on the rank: the same for any layout, and nothing to save."""
     digest = hashlib.blake2b(f"{seed}:{step}:{micro_index}".encode(), digest_size=7).digest()
-    torch.manual_seed(int.from_bytes(digest))
+    generators = torch.default_generator if device.type == "cpu" else torch  # the latter notes for GPUs in milliseconds who asked
+    generators.manual_seed(int.from_bytes(digest))
 
 
 def advance(job: Job, progress: Progress, batch: GlobalBatch) -> None:
