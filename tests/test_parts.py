@@ -1,5 +1,6 @@
 """Preparation in parts and after interruptions: whatever happened, the set is that of one undisturbed process."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -112,12 +113,10 @@ def test_an_interrupted_part_goes_on(folder: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(tokenise.Tokenise, "__call__", counted)
     for number in range(1, count + 1):
-        while True:
-            try:
+        for _ in range(100):
+            with contextlib.suppress(KeyboardInterrupt):
                 make(folder, output=tmp_path / "set", part=(number, count) if count > 1 else None)
                 break
-            except KeyboardInterrupt:
-                pass
     if count > 1:
         merge(tmp_path / "set")
     taken = [task for task in done if task != (-1, -1)]
@@ -263,6 +262,16 @@ def test_duplicates_are_counted_always_and_dropped_on_request(folder: Path, tmp_
         row, stream = dropped["splits"][split], open_split(tmp_path / "once", split)
         assert (row["documents"], row["tokens"]) == (len(texts(tmp_path / "once", split)), stream.tokens)
         assert row["bytes"] == stream.tokens - row["documents"]
+
+
+@pytest.mark.parametrize("given", [{}, {"deduplicate": True}], ids=str)
+def test_shards_cut_anywhere_hold_the_same_stream(folder: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    for shard_tokens in (10**6, 333, 100):
+        make(folder, output=tmp_path / str(shard_tokens), shard_tokens=shard_tokens, **given)
+    streams = [open_split(tmp_path / name, "train") for name in ("1000000", "333", "100")]
+    assert [len(stream.shards) for stream in streams] == [1, -(-streams[0].tokens // 333), -(-streams[0].tokens // 100)]
+    first, *others = (stream.read(0, stream.tokens).tolist() for stream in streams)
+    assert others == [first, first]
 
 
 def test_what_is_bad_is_skipped_counted_and_told_with_its_line(tmp_path: Path) -> None:
