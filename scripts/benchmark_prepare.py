@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -35,7 +36,9 @@ def ours(corpus: Path, folder: Path) -> float:
 
 def nanogpt(corpus: Path, folder: Path) -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, __file__, "--nanogpt", str(corpus), str(folder)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, __file__, "--nanogpt", str(corpus), str(folder)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     return time.perf_counter() - start
 
 
@@ -85,9 +88,6 @@ def tiktoken_alone(corpus: Path, _: Path) -> float:
     cores = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("fork")
     ready = context.Barrier(cores + 1)
-    shares: list[list[bytes]] = [[] for _ in range(cores)]
-    for text in sorted(texts, key=len, reverse=True):
-        min(shares, key=lambda share: sum(map(len, share[-50:]))).append(text)
     processes = [context.Process(target=tokenise_all, args=(texts[k::cores], ready)) for k in range(cores)]
     for process in processes:
         process.start()
@@ -98,6 +98,12 @@ def tiktoken_alone(corpus: Path, _: Path) -> float:
     for process in processes:
         process.join()
     return seconds
+
+
+def cpu_seconds() -> float:
+    """Of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -112,17 +118,22 @@ def main() -> None:
         return
     ways: dict[str, Callable[[Path, Path], float]] = {"pretrain prepare": ours, "nanoGPT's way": nanogpt, "tiktoken alone": tiktoken_alone}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    of_cpu: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
         for name, way in ways.items():
             folder = Path(tempfile.mkdtemp())
+            before = cpu_seconds()
             seconds[name].append(way(options.corpus, folder))
+            of_cpu[name].append(cpu_seconds() - before)
             shutil.rmtree(folder)
     megabytes = options.corpus.stat().st_size / 1e6
     best = statistics.median(seconds["pretrain prepare"])
-    print(f"{'':<20}{'median s':>10}{'MB/s':>8}{'ours is':>12}   rounds")
+    print(f"{'':<20}{'median s':>10}{'MB/s':>8}{'ours is':>12}{'CPU s':>8}   rounds")
     for name, measured in seconds.items():
         median = statistics.median(measured)
-        print(f"{name:<20}{median:>10.2f}{megabytes / median:>8.1f}{median / best:>11.2f}×   {', '.join(f'{s:.2f}' for s in measured)}")
+        print(
+            f"{name:<20}{median:>10.2f}{megabytes / median:>8.1f}{median / best:>11.2f}×{statistics.median(of_cpu[name]):>8.1f}   {', '.join(f'{s:.2f}' for s in measured)}"
+        )
 
 
 if __name__ == "__main__":
