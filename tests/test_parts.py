@@ -265,8 +265,11 @@ def test_duplicates_are_counted_always_and_dropped_on_request(folder: Path, tmp_
 
 
 @pytest.mark.parametrize("given", [{}, {"deduplicate": True}], ids=str)
-def test_shards_cut_anywhere_hold_the_same_stream(folder: Path, tmp_path: Path, given: dict[str, Any]) -> None:
-    for shard_tokens in (10**6, 333, 100):
+def test_shards_cut_anywhere_hold_the_same_stream(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    for shard_tokens, span in ((10**6, 10**6), (333, 10**6), (100, 150)):
+        monkeypatch.setattr(tokenise, "SPAN", span)  # after so many tokens a worker writes what it holds
         make(folder, output=tmp_path / str(shard_tokens), shard_tokens=shard_tokens, **given)
     streams = [open_split(tmp_path / name, "train") for name in ("1000000", "333", "100")]
     assert [len(stream.shards) for stream in streams] == [1, -(-streams[0].tokens // 333), -(-streams[0].tokens // 100)]
