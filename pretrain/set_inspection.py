@@ -258,7 +258,7 @@ def _parts(found: TokenSet, split: str, start: int, stop: int) -> list[str]:
     """The text of tokens [start, stop), cut where documents end."""
     stream = found.streams[split]
     tokens = stream.read(start, stop - start)
-    if found.table is not None:
+    if found.table is not None and len(tokens):
         check_ids(stream, start, tokens, found.table.vocab_size)
     borders = sorted({int(end) - start for end in found.documents(split).ends(start, stop)} - {0})
     return [_readable(found.table, part) for part in np.split(tokens, borders)]

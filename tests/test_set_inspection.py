@@ -238,6 +238,7 @@ def test_a_text_is_found_with_its_document_and_window(speeches: Path, capsys: py
         f"  token {second}  document 3  window {second // 50}",
         "  │  of the fellow citizens",
     ]
+    assert "  token 0  document 0  " in inspect(capsys, speeches, "--find", "My fellow")
     both = inspect(capsys, speeches, "--find", "an alle")
     assert "train: 3 × 'an alle'" in both
     assert "val: 1 × 'an alle'" in both
