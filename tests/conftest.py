@@ -6,13 +6,16 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from group import Ranks
 
 from pretrain import shards
+
+if TYPE_CHECKING:
+    from forked import Forks
 
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", WANDB_SILENT="true", TOKENIZERS_PARALLELISM="false")
 
@@ -45,6 +48,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def ranks() -> Iterator[Ranks]:
     """Four processes, for as long as the tests run."""
     started = Ranks(4)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> "Iterator[Forks]":
+    """Starts runs whose ranks are forks of a process that has imported everything."""
+    from forked import Forks
+
+    started = Forks()
     yield started
     started.close()
 

@@ -1,6 +1,7 @@
-"""The ranks of a run as forks of one process that has imported everything: most of what a launch costs are imports.
+"""The ranks of a run as forks of one process that has imported everything.
 
-There is no launcher: what its presence decides needs a real launch. Here nobody ends the other ranks when one fails.
+There is no launcher: what its presence decides needs a real launch. Here nobody ends the other ranks when one fails. The `pretrain` command
+on one process is a fork, too.
 """
 
 import gc
@@ -10,29 +11,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from pathlib import Path
 
-import pytest
+from imported import forking
 from launching import START
 
-from pretrain import train
-
-PRELOAD = ["pytest", "pretrain.train", "deepspeed.runtime.zero.muon.muon_optimizer"]  # the last is most of what DeepSpeed imports
+from pretrain import cli, supervise, train
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Forks:
-    """The process that is forked."""
+    """Starts them."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setenv("DS_ACCELERATOR", "cpu")
-            forkserver.ensure_running()
+        self._context = forking()
         self._started: list[ForkedRun] = []
 
     def start(self, config: Path, *overrides: str, size: int, out: Path, **env: str) -> "ForkedRun":
@@ -49,10 +43,17 @@ class Forks:
         self._started.append(run)
         return run
 
+    def pretrain(self, arguments: Sequence[str], cwd: Path) -> tuple[int | None, str, str]:
+        """(exit status, standard output, standard error) of the command."""
+        out, err = cwd / "forked.out", cwd / "forked.err"
+        process = self._context.Process(target=_pretrain, args=(arguments, cwd, out, err))
+        process.start()
+        process.join()
+        return process.exitcode, out.read_text(), err.read_text()
+
     def close(self) -> None:
         for run in self._started:
             run.kill()
-        forkserver._forkserver._stop()
 
 
 class ForkedRun:
@@ -114,3 +115,23 @@ def _train(arguments: Sequence[str], variables: dict[str, str], out: Path) -> No
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.exit(train.main(list(arguments)))
+
+
+def _pretrain(arguments: Sequence[str], cwd: Path, out: Path, err: Path) -> None:
+    os.chdir(cwd)
+    for number, path in ((1, out), (2, err)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), number)
+    supervise._run = _fork_trainer
+    sys.exit(cli.main(arguments))
+
+
+def _fork_trainer(command: list[str], environment: dict[str, str], stderr: int) -> tuple[int, bool]:
+    assert command[:2] == [sys.executable, str(supervise.TRAINER)], "a launcher needs a real launch"
+    if (trainer := os.fork()) == 0:
+        os.environ |= environment
+        os.dup2(stderr, 2)
+        status = train.main(command[2:])
+        sys.stdout.flush()
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1]), False

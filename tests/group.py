@@ -1,6 +1,6 @@
 """Real processes for tests: started once, they run any importable function as the ranks of a fresh gloo group of any smaller size."""
 
-import multiprocessing
+import gc
 import os
 import socket
 import sys
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from imported import forking
 
 _DEADLINE = 300.0
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -27,7 +29,7 @@ class Outcome:
 
 
 class Ranks:
-    """One import of torch per process and session; what a function leaves behind in it is forgotten before the next."""
+    """The same processes for a whole session; what a function leaves behind in one is forgotten before the next."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -72,7 +74,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
@@ -83,10 +85,7 @@ class Ranks:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores cost minutes
-    import torch
-
-    torch.set_num_threads(1)
+    gc.freeze()  # the modules: a collection would look through all of them
     while True:
         function, args, size, port = pipe.recv()
         values = (rank, rank, size, size, "127.0.0.1", port) if size > 1 else ()
@@ -102,8 +101,6 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 def _forget() -> None:
     """As in a new process: no group, no accelerator, no locks, no environment of a launcher."""
-    import gc
-
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache

@@ -54,13 +54,6 @@ def config(tmp_path: Path, data: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    started = Forks()
-    yield started
-    started.close()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "bad"

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,6 @@ WINDOWS, EPOCHS, STEPS, LAST = 100, 4.79, 60, 479  # 60 updates of 8 windows; th
 
 def four(path: Path, *overrides: str) -> list[str]:
     return pretrain_train(path, *overrides, flags=["--num_processes", "4"])
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    started = Forks()
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")
