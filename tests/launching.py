@@ -5,6 +5,7 @@ Nothing here sleeps to let something happen: every wait is for an event (a line,
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,22 @@ BIN = Path(sys.executable).parent
 TRAINER = Path(__file__).parents[1] / "pretrain" / "train.py"
 START = 90.0  # seconds until a launch has imported everything, on busy cores
 SEQUENCE = 16
+TWO = ["--num_processes", "2"]
+README = (TRAINER.parents[1] / "README.md").read_text("utf-8")
+
+
+def commands() -> list[str]:
+    """Those of the README: the lines of its fenced blocks without a language that start with a program."""
+    programs = ("pretrain ", "accelerate ", "torchrun ", "python ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [line for language, block in blocks if not language for line in block.splitlines() if line.startswith(programs)]
+
+
+def launches() -> list[str]:
+    """Those of them that launch the quickstart's run, each in another form."""
+    found = [line for line in commands() if line.endswith("pretrain/train.py configs/quickstart.yaml")]
+    assert len(found) == 4, "the README's forms of launching were not found"
+    return found
 
 
 def make_set(folder: Path, tokens: int = 20_000, val_tokens: int = 2_000, seed: int = 0) -> Path:

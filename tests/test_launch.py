@@ -1,5 +1,6 @@
 """Every form of launching trains to the same losses, or is refused before step 1 with one line that says what to do (promises 1, 5, 6)."""
 
+import shlex
 import signal
 import sys
 import time
@@ -12,16 +13,17 @@ import yaml
 from launching import (
     BIN,
     TRAINER,
+    TWO,
     Launch,
     accelerate,
     launch,
+    launches,
     losses,
     make_set,
     pretrain_train,
     python,
     run,
     run_all,
-    several,
     torchrun,
     write_config,
 )
@@ -30,8 +32,8 @@ from torch import device
 from pretrain import config, machine
 
 pytestmark = pytest.mark.launch
-CONFIGS = TRAINER.parents[1] / "configs" / "accelerate"
-TWO = ["--num_processes", "2"]
+ROOT = TRAINER.parents[1]
+CONFIGS = ROOT / "configs" / "accelerate"
 
 
 @pytest.fixture
@@ -47,7 +49,14 @@ def path(place: Path) -> Path:
     return write_config(place / "tiny.yaml", place / "set", train={"max_steps": 4})
 
 
+def written(line: str, path: Path) -> list[str]:
+    """A launch as the README writes it, of this config."""
+    program, *words = shlex.split(line.replace("configs/quickstart.yaml", shlex.quote(f"{path}")))
+    return [str(BIN / program), *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words)]
+
+
 def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path) -> None:
+    """The README's four, and some more."""
     home = tmp_path / "home"
     (home / "accelerate").mkdir(parents=True)
     personal = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1, "num_processes": 2, "machine_rank": 0,
@@ -59,22 +68,20 @@ def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path)
     def named(name: str) -> tuple[str, str]:
         return str(path), f"run.name={name}"
 
+    readme = dict(zip(("accelerate launch", "ddp.yaml", "torchrun", "plain python"), launches(), strict=True))
     forms: dict[str, tuple[int, list[str]]] = {
-        "plain python": (1, python(*named("plain python"))),
+        **{name: (1 if "python" in name else 2, [*written(line, path), f"run.name={name}"]) for name, line in readme.items()},
         "python -m": (1, [sys.executable, "-m", "pretrain.train", *named("python -m")]),
         "pretrain train": (1, pretrain_train(*named("pretrain train"))),
         "pretrain train, 2": (2, pretrain_train(*named("pretrain train, 2"), flags=TWO)),
-        "accelerate launch, 2": (2, accelerate(["--multi_gpu", *TWO], *named("accelerate launch, 2"))),
-        "torchrun, 2": (2, torchrun(2, *named("torchrun, 2"))),
         "single.yaml": (1, accelerate(["--config_file", str(CONFIGS / "single.yaml")], *named("single.yaml"))),
-        "ddp.yaml": (2, accelerate(["--config_file", str(CONFIGS / "ddp.yaml")], *named("ddp.yaml"))),
         "personal": (2, accelerate([], *named("personal"))),
         "pretrain train, personal": (1, pretrain_train(*named("pretrain train, personal"), flags=["--num_processes", "1"])),
     }
-    homes = {"personal": str(home), "pretrain train, personal": str(home)}
     done: dict[str, Launch] = {}
+    second = ("personal", "pretrain train, personal", "torchrun")  # which wants the first form's port
     for with_home in (False, True):
-        chosen = {name: (command, place / "runs" / name) for name, (_, command) in forms.items() if (name in homes) == with_home}
+        chosen = {name: (command, place / "runs" / name) for name, (_, command) in forms.items() if (name in second) == with_home}
         env = {"HF_HOME": str(home), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if with_home else {"HF_HOME": str(tmp_path / "none")}
         for name, (status, started) in run_all(chosen, cwd=elsewhere, **env).items():
             assert status == 0, f"{name}\n{started.story()}"
@@ -107,25 +114,15 @@ def only_line(started: Launch) -> str:
     return ours[0]
 
 
-def test_launches_that_would_fall_back_are_refused(place: Path, path: Path) -> None:
-    """B95: Accelerate starts one process for each of the first three, and says nothing."""
-    multi_cpu = place / "multi_cpu.yaml"
-    multi_cpu.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_machines": 1, "num_processes": 2,
-                                         "machine_rank": 0, "main_process_port": 0, "mixed_precision": "no", "use_cpu": True}))  # fmt: skip
-    forms: Mapping[str, tuple[list[str], list[str]]] = {
-        "--cpu": (["--cpu", *TWO], ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
-        "MULTI_CPU": (["--config_file", str(multi_cpu)], ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
-        "plain": (TWO, ["asked for 2 processes and started 1", "--multi_gpu --num_processes 2"]),
-        "bf16": ([*several(2)[:-6], "--main_process_port", "0", "--mixed_precision", "bf16"], ["asks for bf16 and run.precision for fp32", "drop one"]),
-    }  # fmt: skip
-    results = run_all({name: (accelerate(flags, path, f"run.name={name}"), place / "runs" / name) for name, (flags, _) in forms.items()}, cwd=place)  # fmt: skip
-    for name, (status, started) in results.items():
-        assert status != 0, name
-        line = only_line(started)
-        for text in forms[name][1]:
-            assert text in line, name
-        assert (started.status()["state"], started.status()["exit_status"]) == ("refused", 2)
-        assert started.metrics() == []
+def test_a_launch_with_fewer_processes_than_asked_for_is_refused(place: Path, path: Path) -> None:
+    """What else is refused, test_launched_strategy.py asks without a launch."""
+    status, started = run(accelerate(TWO, path), place / "runs" / "tiny", cwd=place)
+    assert status != 0
+    line = only_line(started)
+    assert "asked for 2 processes and started 1" in line
+    assert "--multi_gpu --num_processes 2" in line
+    assert (started.status()["state"], started.status()["exit_status"]) == ("refused", 2)
+    assert started.metrics() == []
 
 
 @pytest.mark.parametrize(("told", "wanted", "found"), [

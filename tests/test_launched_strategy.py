@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from launching import TRAINER, accelerate, losses, make_set, run_all, write_config
+from launching import TRAINER, TWO, accelerate, losses, make_set, run, several, write_config
 
-from pretrain import config
+from pretrain import config, launch, machine
 from pretrain.config import ConfigError
 from pretrain.launch import World, check_launcher
 from pretrain.launched import Launched, forget_plugins, launched_strategy
@@ -28,6 +29,7 @@ NO_PLUGIN = ("single", "ddp")
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
 FSDP2 = {**FSDP, "FSDP_VERSION": "2"}
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+FELL_BACK = "asked for 2 processes and started 1.*--multi_gpu --num_processes 2"
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
@@ -233,32 +235,43 @@ def test_flags_launch_their_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
             assert launched_strategy(processes) == wanted, name
 
 
-@pytest.mark.launch
-def test_launches_with_a_plugin(tmp_path: Path) -> None:
-    """A config file's strategy is what trains; a disagreement, and a file that a flag overrides, end before step 1."""
-    path = write_config(tmp_path / "tiny.yaml", make_set(tmp_path / "set"), train={"max_steps": 2})
-    flags = ["--config_file", str(CONFIGS["fsdp2"]), "--num_processes", "2"]
-    commands = {
-        "fsdp2": accelerate(flags, path, "run.name=fsdp2"),
-        "disagreement": accelerate(flags, path, "run.name=disagreement", "strategy.name=ddp"),
-        "overridden": accelerate([*flags, "--multi_gpu"], path, "run.name=overridden"),
-    }
-    home = str(tmp_path / "none")
-    results = run_all({name: (command, tmp_path / "runs" / name) for name, command in commands.items()}, cwd=tmp_path, HF_HOME=home)
+MULTI_CPU = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_machines": 1, "num_processes": 2,
+             "machine_rank": 0, "main_process_port": 0, "mixed_precision": "no", "use_cpu": True}  # fmt: skip
 
-    status, started = results.pop("fsdp2")
+
+@pytest.mark.parametrize(("arguments", "processes", "words"), [
+    (["--cpu", *TWO], 1, FELL_BACK), (["--config_file", "MULTI_CPU"], 1, FELL_BACK), (TWO, 1, FELL_BACK),
+    (["--config_file", str(CONFIGS["fsdp2"]), *TWO, "--multi_gpu"], 2, r"fsdp2\.yaml asks for FSDP, which another of the launcher's flags"),
+    ([*several(2), "--mixed_precision", "bf16"], 2, "asks for bf16 and run.precision for fp32.*drop one"),
+])  # fmt: skip
+def test_a_launch_that_does_something_else_than_it_is_asked_for_is_refused(
+    cfg: config.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], processes: int, words: str
+) -> None:
+    """B95: Accelerate starts one process for each of the first three, and says nothing."""
+    file = tmp_path / "multi_cpu.yaml"
+    file.write_text(yaml.safe_dump(MULTI_CPU))
+    arguments = [str(file) if argument == "MULTI_CPU" else argument for argument in arguments]
+    variables, started = exported(monkeypatch, arguments)
+    assert started == processes
+    export(monkeypatch, variables, started)
+    monkeypatch.setattr(launch, "_launcher_command", lambda: [*arguments, "train.py"])
+    checks = (
+        lambda: check_launcher(World(0, 0, started, started), launched_strategy(started)),
+        lambda: machine.choose_precision(cfg, torch.device("cpu")),
+    )
+    with pytest.raises(ConfigError, match=words) as refused:
+        [check() for check in checks]
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.launch
+def test_a_launch_with_a_plugin(tmp_path: Path) -> None:
+    """A config file's strategy is what trains."""
+    path = write_config(tmp_path / "tiny.yaml", make_set(tmp_path / "set"), train={"max_steps": 2})
+    command = accelerate(["--config_file", str(CONFIGS["fsdp2"]), *TWO], path, "run.name=fsdp2")
+    status, started = run(command, tmp_path / "runs" / "fsdp2", cwd=tmp_path, HF_HOME=str(tmp_path / "none"))
     assert status == 0, started.story()
     facts = yaml.safe_load((tmp_path / "runs" / "fsdp2" / "config.yaml").read_text())["facts"]
     assert (facts["strategy"], facts["world_size"], len(losses(tmp_path / "runs" / "fsdp2"))) == ("fsdp2", 2, 2)
     assert "fsdp2 × 2 (gloo)" in started.out.splitlines()[0]
     assert "set by the launcher" not in started.out
-    for name, words in (
-        ("disagreement", "the launch asks for fsdp2 and strategy.name for ddp; drop one"),
-        ("overridden", "fsdp2.yaml asks for FSDP, which another of the launcher's flags"),
-    ):
-        _, started = results[name]
-        state = started.status()
-        assert (state["state"], state["exit_status"]) == ("refused", 2), started.story()
-        assert words in state["reason"]
-        assert started.err.count(words) == 1, started.story()
-        assert started.metrics() == []

@@ -14,13 +14,14 @@ from typing import Any
 
 import drive
 import pytest
+from forked import Forks
 from group import Ranks
+from launching import BIN, README, commands, launches
 
 from pretrain import strategies
 from pretrain.collectives import CollectiveCounter
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text("utf-8")
 TINY = """
 data: {train: data/quickstart, sequence_length: 16}
 model: {n_layer: 1, n_head: 2, n_embd: 32}
@@ -28,13 +29,6 @@ batch: {tokens: 64, micro: 2}
 optim: {name: muon, lr: 1.0e-3}
 train: {max_steps: 8, log_every: 4, eval_every: 4, eval_tokens: 64, checkpoint_every: 4}
 """
-
-
-def commands() -> list[str]:
-    """The lines of the fenced blocks without a language that start with a program."""
-    programs = ("pretrain ", "accelerate ", "torchrun ", "python ")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return [line for language, block in blocks if not language for line in block.splitlines() if line.startswith(programs)]
 
 
 @pytest.fixture(scope="module")
@@ -59,25 +53,30 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str) -> str:
+def run(folder: Path, command: str, forks: Forks | None = None) -> str:
+    """Its standard output. With `forks`, what would import torch and has no launcher is a fork."""
     program, *arguments = shlex.split(command)
-    program = str(Path(sys.executable).parent / program)
-    done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
+    if forks and program == "pretrain" and arguments[0] in ("train", "generate", "evaluate", "export") and "--" not in arguments:
+        status, out, err = forks.pretrain(arguments, folder)
+    else:
+        done = subprocess.run([str(BIN / program), *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+        status, out, err = done.returncode, done.stdout, done.stderr
+    assert status == 0, f"{command}\n{out[-2000:]}\n{err[-2000:]}"
+    return out
 
 
 @pytest.mark.launch
-def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path) -> None:
-    ran = commands()
+def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path, forks: Forks) -> None:
+    """Those that launch the quickstart's run are test_launch.py's."""
+    ran = ["pretrain train configs/quickstart.yaml" if command in launches() else command for command in commands()]
     assert len(ran) >= 13, "the README's commands were not found"
-    said = {command: run(sandbox, command) for command in ran if "scripts/" not in command}
+    said = {command: run(sandbox, command, forks) for command in ran if "scripts/" not in command}
     (table,) = (out for command, out in said.items() if "--parity" in command)
     assert "| fsdp2 | 2 | ok: one_weight" in table
     ending = re.findall(r"^  (pretrain .*)$", (ROOT / "scripts/quickstart.sh").read_text("utf-8"), re.MULTILINE)
     assert len(ending) == 3
     for command in ending:
-        run(sandbox, command)
+        run(sandbox, command, forks)
     assert (sandbox / "report/loss_steps.png").stat().st_size > 10_000
     assert (sandbox / "exported/mine/model.safetensors").exists()
 
@@ -114,15 +113,15 @@ def test_the_strategy_of_the_readme_trains_and_sends_a_quarter(ranks: Ranks, con
 
 
 @pytest.mark.launch
-def test_the_swiglu_of_the_readme_trains_resumes_and_samples(sandbox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_swiglu_of_the_readme_trains_resumes_and_samples(sandbox: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
     code = python_block("class SwiGLU")
     assert len([line for line in code.splitlines() if line.strip()]) <= 24
     (sandbox / "swiglu.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(sandbox))
+    monkeypatch.syspath_prepend(sandbox)
     command = "pretrain train configs/quickstart.yaml run.name=swiglu model.build=swiglu:build"
-    assert "finished at step 8" in run(sandbox, command)
-    assert "is finished" in run(sandbox, command)
-    assert run(sandbox, "pretrain generate runs/swiglu --prompt My").startswith("My")
+    assert "finished at step 8" in run(sandbox, command, forks)
+    assert "is finished" in run(sandbox, command, forks)
+    assert run(sandbox, "pretrain generate runs/swiglu --prompt My", forks).startswith("My")
 
 
 def shape(text: str) -> list[str]:
@@ -144,8 +143,8 @@ def test_the_table_of_config_keys_is_generated() -> None:
     assert done.returncode == 0, "run: python scripts/write_config_table.py"
 
 
-def test_the_run_folder_of_the_readme_is_what_a_run_makes(sandbox: Path) -> None:
-    run(sandbox, "pretrain train configs/quickstart.yaml run.name=tree")
+def test_the_run_folder_of_the_readme_is_what_a_run_makes(sandbox: Path, forks: Forks) -> None:
+    run(sandbox, "pretrain train configs/quickstart.yaml run.name=tree", forks)
     run(sandbox, "pretrain report runs/tree")
     tree = README.split("runs/NAME/\n")[1].split("```")[0]
     for line in tree.splitlines():
