@@ -1,13 +1,16 @@
 """Asked to stop, every form of launch ends at a step boundary with a checkpoint of that step, and goes on from there (promises 3, 4, 6)."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked import Forks
 from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, python, read_lines, several, write_config
 
 from pretrain import checkpoint, stopping
@@ -34,17 +37,21 @@ def check_stopped(started: Launch, reason: str | tuple[str, ...], exit_status: i
     """Everything is gone soon, and what was trained is in a checkpoint. Returns the step reached. `reason`: or one of these."""
     found = started.wait(SOON)
     assert found == exit_status if exit_status is not None else found != 0, started.story()
-    status = started.status()
-    reason = status["reason"] if status["reason"] in reason and isinstance(reason, tuple) else reason
-    assert (status["state"], status["exit_status"], status["reason"]) == ("stopped", 75, reason), started.story()
-    steps = [m["step"] for m in started.metrics()]
-    assert steps == list(range(1, status["step"] + 1))  # each once, over all restarts
     assert started.folder is not None
-    newest = checkpoint.path_of(started.folder / "checkpoints", status["step"])
+    return check_records(started.folder, started.out, reason)
+
+
+def check_records(folder: Path, said: str, reason: str | tuple[str, ...]) -> int:
+    status = json.loads((folder / "status.json").read_text())
+    reason = status["reason"] if status["reason"] in reason and isinstance(reason, tuple) else reason
+    assert (status["state"], status["exit_status"], status["reason"]) == ("stopped", 75, reason), said
+    steps = [m["step"] for m in read_lines(folder / "metrics.jsonl")]
+    assert steps == list(range(1, status["step"] + 1))  # each once, over all restarts
+    newest = checkpoint.path_of(folder / "checkpoints", status["step"])
     assert checkpoint.verify(newest) is None
     assert checkpoint.read_json(newest, "state.json")["progress"]["position"] == 4 * status["step"]
-    assert f"stopped on request ({reason}) at step {status['step']:,}" in started.out
-    assert "failed" not in started.out
+    assert f"stopped on request ({reason}) at step {status['step']:,}" in said
+    assert "failed" not in said
     return int(status["step"])
 
 
@@ -119,7 +126,7 @@ def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
             reached = check_stopped(started, reason, exit_status=None)
 
 
-def test_before_the_first_step(config: Path, folder: Path, tmp_path: Path) -> None:
+def test_before_the_first_step(forks: Forks, config: Path, folder: Path, tmp_path: Path) -> None:
     """While Python is still importing, in the warm-up, and during the evaluation before step 1."""
     with launch(pretrain_train(config), folder, cwd=tmp_path) as started:
         started.wait_for("the trainer", lambda: trainers(started))
@@ -133,20 +140,21 @@ def test_before_the_first_step(config: Path, folder: Path, tmp_path: Path) -> No
         assert started.wait(SOON) != 0
     assert checkpoints(folder) in ([], [1])
 
-    with launch(python(config, "run.name=warm"), tmp_path / "runs" / "warm", cwd=tmp_path, FAULT="hang:0:0") as started:  # in the warm-up
-        started.wait_for_line("starting at step 0")
-        started.signal(TERM)
-        assert started.wait(5) == 75
-        assert (started.status()["state"], started.status()["exit_status"], started.status()["reason"]) == ("stopped", 75, "SIGTERM")
+    warm = forks.start(config, "run.name=warm", size=1, out=tmp_path / "warm.out", FAULT="hang:0:0")  # in the warm-up
+    warm.wait_for_line("starting at step 0")
+    warm.ranks[0].terminate()
+    assert warm.wait(5) == [75]
+    status = json.loads((tmp_path / "runs" / "warm" / "status.json").read_text())
+    assert (status["state"], status["exit_status"], status["reason"]) == ("stopped", 75, "SIGTERM")
 
     gate = tmp_path / "gate"
-    with launch(python(config, "train.eval_every=1000", "run.name=gated"), tmp_path / "runs" / "gated", cwd=tmp_path, GATE_EVALUATION=str(gate)) as started:  # fmt: skip
-        started.wait_for_file(Path(f"{gate}.here"))
-        started.signal(TERM)
-        gate.touch()
-        assert started.wait(SOON) == 75
-        assert started.status()["state"] == "stopped"
-        assert started.status()["step"] == 0
+    gated = forks.start(config, "train.eval_every=1000", "run.name=gated", size=1, out=tmp_path / "gated.out", GATE_EVALUATION=str(gate))
+    gated.wait_for_file(Path(f"{gate}.here"))
+    gated.ranks[0].terminate()
+    gate.touch()
+    assert gated.wait(SOON) == [75]
+    status = json.loads((tmp_path / "runs" / "gated" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 0)
 
 
 def trainers(started: Launch) -> list[psutil.Process]:
@@ -191,20 +199,23 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
     assert_only_complete(folder, [3, 6])
 
 
-def test_while_a_checkpoint_is_written(config: Path, folder: Path, tmp_path: Path) -> None:
+def test_while_a_checkpoint_is_written(forks: Forks, config: Path, folder: Path, tmp_path: Path) -> None:
     """Training goes on beside it; a stop waits for it, then writes its own: no two at a time."""
     gate = tmp_path / "gate"
     here = Path(f"{gate}.here")
-    command = pretrain_train(config, "train.checkpoint_every=3", flags=["--num_processes", "2"])
-    with launch(command, folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
-        started.wait_for_file(here)
-        started.wait_for_step(5)
-        assert not checkpoints(folder)
-        started.signal(TERM)
-        started.wait_for("the end", lambda: gate.touch() or started.process.poll() is not None)  # type: ignore[func-returns-value]
-        gate.unlink(missing_ok=True)
-        last = check_stopped(started, "SIGTERM")
-        assert "step 3/1,000,000  checkpoint" in started.out
+    started = forks.start(config, "train.checkpoint_every=3", size=2, out=tmp_path / "written.out", GATE_SAVE=str(gate))
+    started.wait_for_file(here)
+    started.wait_for_line("step 5/1,000,000  loss")
+    assert not checkpoints(folder)
+    for rank in started.ranks:
+        rank.terminate()
+    while started.left:
+        gate.touch()
+        connection.wait(started.left, 0.01)
+    gate.unlink(missing_ok=True)
+    assert started.wait(SOON) == [75, 75], started.story(folder)
+    last = check_records(folder, started.said, "SIGTERM")
+    assert "step 3/1,000,000  checkpoint" in started.said
     assert last >= 5
     assert_only_complete(folder, checkpoints(folder))
 
