@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -25,12 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.launcher_flags = launcher_flags
     verb: Callable[[argparse.Namespace], int] = options.verb
+    if verb is prepare:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send
     try:
         return verb(options)
     except KeyboardInterrupt:
         goes_on = verb in (prepare, merge)
         print("interrupted" + "; the same command goes on where it was" * goes_on, file=sys.stderr)
         return 75 if goes_on else 1
+    except PermissionError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
@@ -293,7 +299,7 @@ def _strategies(text: str) -> list[str]:
 
 def _part(text: str) -> tuple[int, int]:
     number, _, parts = text.partition("/")
-    if not (number.isdecimal() and parts.isdecimal()):
+    if not (number.isdecimal() and parts.isdecimal() and int(parts)):
         raise argparse.ArgumentTypeError(f"expected a part such as 3/8, found {text!r}")
     return int(number), int(parts)
 

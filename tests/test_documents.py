@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def test_json_lines(tmp_path: Path, suffix: str, end: str) -> None:
         ("<|endoftext|>", "one<|endoftext|>", ["one"]),
         ("\\n---\\n", "a---b\n---\nc", ["a---b", "c"]),
         ("\n---\n", "a---b\n---\nc", ["a---b", "c"]),
+        ("\\n---\\n", "a\r\n---\r\nb\r\n---\nc", ["a", "b", "c"]),
         ("§", "é§à", ["é", "à"]),
     ],
 )
@@ -205,13 +207,15 @@ def test_nul_bytes_are_no_text(tmp_path: Path) -> None:
     for name, content in {"a.txt": "a\0b", "b.txt": "text\n" + "\0" * 5000, "a.csv": "text\na\0b\n"}.items():
         assert "holds NUL bytes" in fault(write(tmp_path / name, content))
     assert "--encoding utf-16" in fault(write(tmp_path / "c.txt", "text".encode("utf-16-le")))
+    without_mark = fault(write(tmp_path / "d.txt", "one\ntwo".encode("utf-16-le")), encoding="utf-16", documents="line")
+    assert "does not start with BOM" in without_mark
     # A JSON escape is the writer's own word.
     assert texts(write(tmp_path / "a.jsonl", '{"text": "a\\u0000b"}')) == ["a\0b"]
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),  # Arrow writes zstd without a checksum: a flipped byte may decompress
-    [(name, damage) for name in ("a.txt.gz", "a.jsonl.gz", "a.csv.gz") for damage in ("cut", "flipped", "none")]
+    [(name, damage) for name in ("a.txt.gz", "a.jsonl.gz", "a.csv.gz") for damage in ("cut", "flipped", "none", "empty")]
     + [(name, damage) for name in ("a.jsonl.zst", "a.json.zst") for damage in ("cut", "none")],
 )
 def test_a_damaged_archive_is_named_and_what_came_before_is_read(tmp_path: Path, name: str, damage: str) -> None:
@@ -222,9 +226,9 @@ def test_a_damaged_archive_is_named_and_what_came_before_is_read(tmp_path: Path,
     whole = write(tmp_path / name, data).read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
-    (tmp_path / name).write_bytes({"cut": whole[:-20], "flipped": flipped, "none": b"plain"}[damage])
+    (tmp_path / name).write_bytes({"cut": whole[:-20], "flipped": flipped, "none": b"plain", "empty": b""}[damage])
     *_, last = (bad for bad in found(tmp_path / name) if isinstance(bad, Bad))  # a flipped byte spoils lines, too
-    assert "cut short or damaged" in last.message
+    assert last.message.startswith("cut short")
     assert "copy it again" in last.message
     if damage == "cut" and "jsonl" in name:
         assert len(found(tmp_path / name)) > 10_000
@@ -275,6 +279,7 @@ def test_csv(tmp_path: Path) -> None:
     latin = found(write(tmp_path / "c.csv", b"text\ncaf\xe9\ngood\n"))
     assert [type(row) for row in latin] == [Bad, Document]
     assert texts(write(tmp_path / "d.csv", "")) == []
+    assert fault(write(tmp_path / "f.csv", "id;text\n1;a\n")).endswith("--text-field; columns are separated by commas alone")
     assert len(texts(write(tmp_path / "e.csv", "text\n" + "x" * 300_000))[0]) == 300_000
 
 
@@ -309,6 +314,9 @@ def test_faults_of_parquet_are_named(tmp_path: Path) -> None:
         assert reason in fault(path)
     assert "no column 'text' (found: body); choose one with --text-field" in fault(write_parquet(tmp_path / "a.parquet", ["a"], "body"))
     assert texts(tmp_path / "a.parquet", text_field="body") == ["a"]
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    assert "two columns 'text'" in fault(tmp_path / "twice.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     for part in (b"", b"text", whole[:-30], whole[30:]):
         for name in ("cut.parquet", "cut.arrow"):
@@ -349,8 +357,34 @@ def test_links_to_folders_are_followed_and_may_loop(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere/名前 with spaces.txt", "x")
     (tmp_path / "in/sub/back").symlink_to(tmp_path / "in")
     (tmp_path / "in/other").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "in/dangling.txt").symlink_to(tmp_path / "nowhere")
     assert [Path(path).name for path in paths([str(tmp_path / "in")])] == ["名前 with spaces.txt", "a.txt"]
+    (tmp_path / "in/dangling.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorpusError, match=r"dangling\.txt: a link to a file that is not there"):
+        paths([str(tmp_path / "in")])
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "in/a.txt", "x")
+    write(tmp_path / "in/closed/b.txt", "x")
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)  # root may read everything
+    with pytest.raises(CorpusError, match="in/closed: Permission denied"):
+        paths([str(tmp_path / "in")])
+
+
+def test_a_name_of_any_bytes_is_told_in_utf8(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/b\xff.txt"
+    with open(path, "wb") as file:
+        file.write(b"x")
+    (found,), _ = find_sources([str(tmp_path)])
+    assert found.path == f"{tmp_path}/b\\xff.txt"
+    assert not found.changed()
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere/*.txt", "only", "only/README.md", "*.xml", "empty", "a.parquet.gz", "@nowhere"])

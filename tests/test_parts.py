@@ -288,7 +288,7 @@ def test_what_is_bad_is_skipped_counted_and_told_with_its_line(tmp_path: Path) -
     manifest = make(*names, output=tmp_path / "set", on_bad="skip")
     told = manifest["documents"]
     assert (told["read"], told["kept"]) == (211, 197)
-    assert told["skipped"] == {"damaged archive": 1, "no text": 1, "not JSON": 10, "not utf-8": 1, "null": 1}
+    assert told["skipped"] == {"no text": 1, "not JSON": 10, "not utf-8": 1, "null": 1, "rest of a file, damaged archive": 1}
     assert told["examples"]["not JSON"] == [f"{tmp_path}/a.jsonl:{line}" for line in (151, 201, 202, 203, 204)]
     assert told["examples"]["not utf-8"] == [f"{tmp_path}/b.txt:1"]
     assert f"not JSON: {tmp_path}/a.jsonl:151, " in summary(manifest)

@@ -42,7 +42,11 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as lock:
+        try:
+            lock = open(path, "w")  # noqa: SIM115 — closed below
+        except FileNotFoundError:
+            continue  # the owner before us has just removed the folder, which was empty
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -59,6 +63,8 @@ def locked(folder: Path) -> Iterator[None]:
                 # Files without a manifest keep their lock: it marks them as unfinished.
                 if (folder / MANIFEST).exists() or not _holds_files(folder):
                     path.unlink()
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()  # where nothing came of it
             return
 
 

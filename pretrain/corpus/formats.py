@@ -21,6 +21,9 @@ READERS: dict[str, Callable[[Source, Reading], Iterator[Found]]] = {
 }
 
 
+_DAMAGED = "rest of a file, damaged archive"
+
+
 def has_ranges(source: Source, reading: Reading) -> bool:
     """Whether documents can be read from the middle of the file."""
     if source.format == ".parquet":
@@ -34,19 +37,27 @@ def has_ranges(source: Source, reading: Reading) -> bool:
 
 def read(source: Source, reading: Reading, fragments: bool = False) -> Iterator[Found]:
     """All documents of a source. With `fragments` a `.txt` that is one document comes cut at line breaks, in bounded memory."""
+    if source.compression and not source.bytes:
+        yield Bad("", _DAMAGED, "cut short: it is empty, and no archive; copy it again")
+        return
     try:
         if fragments and source.format == ".txt" and reading.documents == "file":
             yield from read_fragments(source, reading)
         else:
             yield from READERS[source.format](source, reading)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Bad("", "damaged archive", f"cut short or damaged ({error}); copy it again")
-    except UnicodeDecodeError as error:
-        yield Bad("", f"not {reading.encoding}", f"not {reading.encoding} ({error.reason}); name its --encoding, or convert it with iconv")
+        yield Bad("", _DAMAGED, f"cut short or damaged ({error}); copy it again")
+    except UnicodeError as error:  # more than UnicodeDecodeError: UTF-16 without a mark
+        reason = getattr(error, "reason", error)
+        yield Bad(
+            "",
+            f"rest of a file, not {reading.encoding}",
+            f"not {reading.encoding} ({reason}); name its --encoding, or convert it with iconv",
+        )
     except OSError as error:
         if not source.compression:
             raise
-        yield Bad("", "damaged archive", f"cut short or damaged ({' '.join(str(error).split())}); copy it again")
+        yield Bad("", _DAMAGED, f"cut short or damaged ({' '.join(str(error).split())}); copy it again")
 
 
 def read_range(source: Source, reading: Reading, start: int, stop: int) -> Iterator[Found]:

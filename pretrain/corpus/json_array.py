@@ -19,7 +19,7 @@ def read_json(source: Source, reading: Reading) -> Iterator[Found]:
         decode = codecs.getincrementaldecoder("utf-8-sig" if encoding == "utf-8" else encoding)().decode
         for number, (value, error) in enumerate(_values(_decoded(file, decode)), 1):
             if error:
-                yield Bad(f", item {number}", "not JSON", f"{error}; mend it (the rest of the file can't be read)")
+                yield Bad(f", item {number}", "rest of a file, not JSON", f"{error}; mend it (the rest of the file can't be read)")
             else:
                 yield of_row(value, f", item {number}", reading)
 

@@ -1,7 +1,8 @@
 """Documents made of lines: `.txt` and JSON Lines. Each belongs to the range of bytes in which it begins, so that ranges, read by anyone
 in any order, give each document once.
 
-Lines end with LF, CRLF or a lone CR in `.txt`, with LF elsewhere; a byte-order mark at the start of a file is dropped.
+Lines end with LF or CRLF (a `.txt` that is one document, or one for each line, also with a lone CR); a byte-order mark at the start of a
+file is dropped.
 """
 
 import codecs
@@ -26,7 +27,7 @@ def _plain(text: str) -> str:
 def _text(data: bytes, place: str, reading: Reading) -> Found:
     """A document of a `.txt`."""
     if b"\0" in data:
-        return Bad(place, "NUL bytes", "holds NUL bytes, so it is no text; UTF-16 would be --encoding utf-16")
+        return Bad(place, "NUL bytes", "holds NUL bytes, so it is no text; UTF-16 would be --encoding utf-16, or utf-16-le")
     text = decode(data, place, reading)
     return text if isinstance(text, Bad) else Document(place, _plain(text))
 
@@ -149,8 +150,9 @@ def _line_before(file: BinaryIO, start: int) -> bytes:
 
 def _separated(file: BinaryIO, reading: Reading, start: int, stop: float, numbered: bool) -> Iterator[Found]:
     """What lies between separators, without the line breaks around them."""
-    separator = reading.separator
-    offset = max(0, start - len(separator))  # of what is held, in the file
+    separator = re.compile(re.escape(reading.separator).replace(b"\\\n", rb"\r?\n"))
+    longest = len(reading.separator) + reading.separator.count(b"\n")
+    offset = max(0, start - longest)  # of what is held, in the file
     if start:
         file.seek(offset)
     held, at, line, mine = file.read(BLOCK), 0, 1, start == 0
@@ -158,20 +160,20 @@ def _separated(file: BinaryIO, reading: Reading, start: int, stop: float, number
         at = len(codecs.BOM_UTF8) if held.startswith(codecs.BOM_UTF8) else 0
     searched = at
     while True:
-        cut = held.find(separator, searched)
-        if cut < 0 and (more := file.read(max(BLOCK, len(held) - at))):
-            searched = max(at, len(held) - len(separator) + 1) - at
+        found = separator.search(held, searched)
+        if not found and (more := file.read(max(BLOCK, len(held) - at))):
+            searched = max(at, len(held) - longest + 1) - at
             held, at, offset = held[at:] + more, 0, offset + at
             continue
-        data = held[at:] if cut < 0 else held[at:cut]
-        if mine and (data or cut >= 0 or not offset + at):  # after a last separator there is no document
+        data = held[at : found.start()] if found else held[at:]
+        if mine and (data or found or not offset + at):  # after a last separator there is no document
             lead = len(data) - len(data.lstrip(b"\r\n"))
             first = line + data.count(b"\n", 0, lead)
             yield _text(data.strip(b"\r\n"), f":{first}" if numbered else f"@{offset + at + lead}", reading)
-        if cut < 0:
+        if not found:
             return
-        line += held.count(b"\n", at, cut + len(separator))
-        at = searched = cut + len(separator)
+        line += held.count(b"\n", at, found.end())
+        at = searched = found.end()
         mine = offset + at >= start
         if offset + at >= stop:
             return
@@ -220,7 +222,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-JSON = json.JSONDecoder(object_pairs_hook=_unique)
+JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_int=float)  # Python refuses to read an int of 5,000 digits
 
 
 def _kind(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The manifest of a set: what it was made of, what became of each document, and whether a set is made of the same."""
 
 import dataclasses
+import difflib
 import importlib.metadata
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,13 @@ class Settings:
             raise CorpusError(f"--val-fraction {self.val_fraction}: expected a number from 0 to below 1")
         try:
             "a".encode(self.encoding)
-        except LookupError:
+        except (LookupError, UnicodeError):
             raise CorpusError(f"--encoding {self.encoding}: no such encoding; for example utf-8, latin-1, cp1252, utf-16") from None
+        modes = ("file", "line", "blank-line")
+        if self.documents not in modes and (near := difflib.get_close_matches(self.documents.lower(), modes, 1, 0.8)):
+            raise CorpusError(f"--documents {self.documents}: did you mean {near[0]}?")
         try:
-            if self.documents not in ("file", "line", "blank-line") and not self.reading.separator:
+            if self.documents not in modes and not self.reading.separator:
                 raise CorpusError(
                     "--documents: the separator is empty; write file, line, blank-line, or a text that stands between documents"
                 )

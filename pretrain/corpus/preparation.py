@@ -26,7 +26,7 @@ from pretrain.corpus.parts import Part, Unit, folder_of, share, tasks, units_of
 from pretrain.corpus.sources import FORMATS, STDIN, CorpusError, Source, find_sources
 from pretrain.corpus.tokenise import Characters, Task, Tokenise, clean, is_blank, validates
 from pretrain.corpus.workers import WorkerDied, cores, in_order
-from pretrain.shards import MANIFEST, ShardError
+from pretrain.shards import ShardError
 from pretrain.tokenization import Tokenizer, TokenizerError, cuts_at_lines, identify, load
 
 
@@ -76,7 +76,10 @@ def merge(output: Path, workers: int | None = None, overwrite: bool = False) -> 
         if not (output / PARTS).is_dir():
             raise CorpusError(f"{output} holds no parts; make them with pretrain prepare … --output {output} --part 1/8, 2/8 and so on")
         with locked(output):
-            if (output / MANIFEST).exists() and not overwrite:
+            finished = shards.read_manifest(output)
+            if finished and not (output / PARTS).exists():  # merged while we waited
+                return finished
+            if finished and not overwrite:
                 raise CorpusError(f"{output} holds a finished set beside the parts; add --overwrite to replace it")
             return publish(all_parts(output / PARTS), output, workers or cores())
 

@@ -99,7 +99,8 @@ def joined(hashes: Sequence[str]) -> str:
 
 def _source(path: str, file: str, format: str, compression: str) -> Source:
     found = os.stat(file)
-    return Source(path, file, format, compression, found.st_size, found.st_mtime_ns)
+    told = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")  # a name may be any bytes, the manifest is UTF-8
+    return Source(told, file, format, compression, found.st_size, found.st_mtime_ns)
 
 
 def _listed(names: Iterable[str]) -> Iterator[str]:
@@ -108,10 +109,12 @@ def _listed(names: Iterable[str]) -> Iterator[str]:
             yield name
             continue
         try:
-            lines = Path(name[1:]).read_text("utf-8").splitlines()
+            lines = [line for line in Path(name[1:]).read_text("utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise CorpusError(f"{name}: {getattr(error, 'strerror', error)}; expected a file with a path on each line") from None
-        yield from (line for line in lines if line.strip())
+        if not lines:
+            raise CorpusError(f"{name}: has no path in it; expected one on each line")
+        yield from lines
 
 
 def _files(name: str, format: str) -> tuple[list[tuple[str, str, str]], int]:
@@ -128,6 +131,8 @@ def _files(name: str, format: str) -> tuple[list[tuple[str, str, str]], int]:
                 kind, compression = format, next((c for c in COMPRESSIONS if path.lower().endswith(c)), "")
             if not kind or (not named and os.path.basename(path) in _NO_DATA):
                 others += 1
+            elif not os.path.exists(path):
+                raise CorpusError(f"{path}: a link to a file that is not there")
             elif not stat.S_ISREG(os.stat(path).st_mode):
                 raise CorpusError(f"{path}: not a regular file; pipe it into `pretrain prepare -` instead")
             else:
@@ -140,13 +145,17 @@ def _files(name: str, format: str) -> tuple[list[tuple[str, str, str]], int]:
 
 def _below(folder: str) -> Iterator[str]:
     """Every visible file, in the order of the paths. Links to folders are followed, each folder once."""
+
+    def refuse(error: OSError) -> None:
+        raise CorpusError(f"{error.filename}: {error.strerror}; nothing is left out in silence: name what to read, or make it readable")
+
     seen, found = set(), []
-    for here, folders, files in os.walk(folder, followlinks=True):
+    for here, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         mark = os.stat(here)
         if (mark.st_dev, mark.st_ino) in seen:
             folders.clear()  # a link that leads back
             continue
         seen.add((mark.st_dev, mark.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(here, name) for name in files if not name.startswith(".") and os.path.exists(os.path.join(here, name))]
+        found += [os.path.join(here, name) for name in files if not name.startswith(".")]
     return iter(sorted(found, key=lambda path: path.split(os.sep)))

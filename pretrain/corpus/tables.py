@@ -26,8 +26,7 @@ def read_csv(source: Source, reading: Reading) -> Iterator[Found]:
             if names is None:
                 return
             if names.count(field) != 1:
-                how = "no column" if field not in names else "two columns"
-                yield Bad("", f"no {field}", f"{how} {field!r} (found: {', '.join(names)}); choose one with --text-field")
+                yield Bad("", f"file without {field}", _no_column(names, field))
                 return
             column = names.index(field)
             line = rows.line_num + 1
@@ -36,7 +35,7 @@ def read_csv(source: Source, reading: Reading) -> Iterator[Found]:
                     yield _csv_row(row, column, len(names), f":{line}", reading)
                 line = rows.line_num + 1
         except csv.Error as error:
-            yield Bad(f":{rows.line_num}", "not CSV", f"not CSV ({error}); mend it (the rest of the file can't be read)")
+            yield Bad(f":{rows.line_num}", "rest of a file, not CSV", f"not CSV ({error}); mend it (the rest of the file can't be read)")
 
 
 def _csv_row(row: list[str], column: int, columns: int, place: str, reading: Reading) -> Found:
@@ -79,7 +78,9 @@ def row_groups(source: Source, reading: Reading, start: int, stop: int) -> Itera
 
 def _damaged(kind: str, row: int, error: Exception) -> Bad:
     reason = " ".join(str(error).split())[:200]
-    return Bad(f", after row {row}" if row else "", "damaged table", f"not a readable {kind} file ({reason}); copy it again")
+    return Bad(
+        f", after row {row}" if row else "", "rest of a file, damaged table", f"not a readable {kind} file ({reason}); copy it again"
+    )
 
 
 def read_arrow(source: Source, reading: Reading) -> Iterator[Found]:
@@ -135,11 +136,18 @@ def _or_bytes(value: Any) -> Any:
         return b""
 
 
+def _no_column(names: list[str], field: str) -> str:
+    if field in names:
+        return f"two columns {field!r}: rename one"
+    commas = "; columns are separated by commas alone" * (len(names) == 1 and any(mark in names[0] for mark in ";\t|"))
+    return f"no column {field!r} (found: {', '.join(names)[:200]}); choose one with --text-field{commas}"
+
+
 def _column(schema: Any, field: str) -> Bad | None:
     from pyarrow import types
 
-    if field not in schema.names:
-        return Bad("", f"no {field}", f"no column {field!r} (found: {', '.join(schema.names)}); choose one with --text-field")
+    if schema.names.count(field) != 1:
+        return Bad("", f"file without {field}", _no_column(schema.names, field))
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
