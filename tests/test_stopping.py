@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from forked import Forks
-from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, python, read_lines, several, write_config
+from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, read_lines, several, write_config
 
 from pretrain import checkpoint, stopping
 from pretrain.inspection import check_ledger
@@ -161,16 +161,17 @@ def trainers(started: Launch) -> list[psutil.Process]:
     return [p for p in started.alive() if any(word.endswith("train.py") for word in p.cmdline()[1:2])]
 
 
-def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Path) -> None:
+def test_during_a_checkpoint_and_twice(forks: Forks, config: Path, folder: Path, tmp_path: Path) -> None:
     """A request during a save lets it finish; a second request ends everything at once, and the checkpoint before stands."""
     gate = tmp_path / "gate"
     here = Path(f"{gate}.here")
     every = ["train.checkpoint_every=3", "train.async_checkpoint=false"]
-    with launch(python(config, *every), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
-        started.wait_for_file(here)
-        started.signal(TERM)
-        gate.touch()
-        assert check_stopped(started, "SIGTERM") == 3
+    alone = forks.start(config, *every, size=1, out=tmp_path / "once.out", GATE_SAVE=str(gate))
+    alone.wait_for_file(here)
+    alone.ranks[0].terminate()
+    gate.touch()
+    assert alone.wait(SOON) == [75]
+    assert check_records(folder, alone.said, "SIGTERM") == 3
 
     command = pretrain_train(config, *every, flags=["--num_processes", "2"])
     with launch(command, folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
@@ -184,18 +185,18 @@ def test_during_a_checkpoint_and_twice(config: Path, folder: Path, tmp_path: Pat
         assert started.status()["state"] == "failed"
     assert_only_complete(folder, [3, 6])
 
-    with launch(python(config, *every), folder, cwd=tmp_path, GATE_SAVE=str(gate)) as started:
-        here.unlink()
-        started.wait_for_file(here)
-        started.signal(TERM)
-        started.signal(INT)
-        assert started.wait(5) == 1
-        reason = started.status()["reason"]
-        assert reason in (
-            "second request to stop (SIGINT)",
-            "second request to stop (SIGTERM)",
-        )  # the kernel may hand them over in either order
-        assert "step_00000006 at step 6" in started.out
+    here.unlink()
+    alone = forks.start(config, *every, size=1, out=tmp_path / "twice.out", GATE_SAVE=str(gate))
+    alone.wait_for_file(here)
+    for number in (TERM, INT):
+        os.kill(alone.ranks[0].pid, number)
+    assert alone.wait(5) == [1]
+    reason = json.loads((folder / "status.json").read_text())["reason"]
+    assert reason in (
+        "second request to stop (SIGINT)",
+        "second request to stop (SIGTERM)",
+    )  # the kernel may hand them over in either order
+    assert "step_00000006 at step 6" in alone.said
     assert_only_complete(folder, [3, 6])
 
 
