@@ -209,6 +209,8 @@ def test_nul_bytes_are_no_text(tmp_path: Path) -> None:
     assert "--encoding utf-16" in fault(write(tmp_path / "c.txt", "text".encode("utf-16-le")))
     without_mark = fault(write(tmp_path / "d.txt", "one\ntwo".encode("utf-16-le")), encoding="utf-16", documents="line")
     assert "does not start with BOM" in without_mark
+    half_a_character = write(tmp_path / "e.txt", "one\ntwo".encode("utf-16") + b"x")
+    assert "not utf-16 (truncated data)" in fault(half_a_character, encoding="utf-16", documents="line")
     # A JSON escape is the writer's own word.
     assert texts(write(tmp_path / "a.jsonl", '{"text": "a\\u0000b"}')) == ["a\0b"]
 
@@ -257,7 +259,9 @@ def test_an_array_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, si
         ('{"data": [{"text": "a"}]}', "item 1: no field 'text' (found: data)", 0),
     ],
 )
-def test_an_array_that_is_none(tmp_path: Path, content: str, reason: str, before: int) -> None:
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_an_array_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, reason: str, before: int, size: int) -> None:
+    monkeypatch.setattr(json_array, "BLOCK", size)
     path = write(tmp_path / "a.json", content)
     assert reason in fault(path)
     assert len(found(path)) == before + 1
