@@ -46,10 +46,13 @@ def launch_time() -> float:
 
 def is_orphan() -> bool:
     """Whether the launcher died before we could ask to be told so: what adopted us is init, and no program that starts workers."""
-    if not has_launcher() or os.getppid() != 1:
+    if not has_launcher():
         return False
     try:
-        command = " ".join(psutil.Process(1).cmdline())
+        parent = psutil.Process(os.getppid())
+        if parent.pid != 1 and parent.name() != "systemd":  # of a user's session, which adopts what is started in it
+            return False
+        command = " ".join(parent.cmdline())
     except psutil.Error:
         return True
     return not any(word in command for word in ("python", "accelerate", "torchrun", "pretrain"))
