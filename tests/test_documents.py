@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.corpus import json_array, lines, sources
+from pretrain.corpus import json_array, lines, sources, tables
 from pretrain.corpus.documents import Bad, Document, Found, Reading, WholeHash
 from pretrain.corpus.formats import has_ranges, locate, read, read_range
 from pretrain.corpus.sources import CorpusError, Source, find_sources
@@ -327,6 +327,20 @@ def test_faults_of_parquet_are_named(tmp_path: Path) -> None:
             assert f"{name}: not a readable" in fault(write(tmp_path / name, part), text_field="body")
     opened = source(tmp_path / "cut.parquet")
     assert list(read_range(opened, Reading(), 1, opened.bytes)) == []  # told once, by whoever reads the start
+
+
+def test_large_rows_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 documents of 8 MB together overflow 32-bit offsets, and memory."""
+    monkeypatch.setattr(tables, "BYTES", 3000)
+    column = pa.array([str(n) * 1000 for n in range(8)] + ["x"] * 400)
+    pq.write_table(
+        pa.table({"nested": [{"a": 1, "b": 2}] * 408, "text": column}), tmp_path / "a.parquet", row_group_size=8, use_dictionary=False
+    )
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    assert tables.rows_at_once(metadata, [0], "text") in (1, 2)
+    assert tables.rows_at_once(metadata, [5], "text") == tables.ROWS
+    assert tables.rows_at_once(metadata, [0, 5], "text") in (1, 2)
+    assert texts(tmp_path / "a.parquet") == column.to_pylist()
 
 
 def test_parquet_without_rows_has_no_documents(tmp_path: Path) -> None:

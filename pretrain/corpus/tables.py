@@ -9,7 +9,8 @@ from typing import Any
 from pretrain.corpus.documents import Bad, Document, Found, Reading, open_source
 from pretrain.corpus.sources import Source
 
-ROWS = 64  # of a table at a time: 64 documents of 30 MB still fit into Arrow's 32-bit offsets
+ROWS = 64  # of a table at a time, so that Arrow's 32-bit offsets are enough
+BYTES = 16 << 20  # of a table at a time, where its rows are large
 
 
 def read_csv(source: Source, reading: Reading) -> Iterator[Found]:
@@ -68,12 +69,20 @@ def row_groups(source: Source, reading: Reading, start: int, stop: int) -> Itera
             groups = file.num_row_groups
             mine = [group for group in range(groups) if start <= group * source.bytes // groups < stop]
             row = sum(file.metadata.row_group(group).num_rows for group in range(mine[0])) if mine else 0
-            for batch in file.iter_batches(ROWS, row_groups=mine, columns=[reading.text_field]) if mine else ():
+            rows = rows_at_once(file.metadata, mine, reading.text_field)
+            for batch in file.iter_batches(rows, row_groups=mine, columns=[reading.text_field]) if mine else ():
                 yield from rows_of(_texts(batch.column(0)), row, reading)
                 row += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
         if mine:
             yield _damaged("Parquet", row, error)
+
+
+def rows_at_once(metadata: Any, groups: Iterable[int], field: str) -> int:
+    """Of Parquet: about `BYTES` of text by what the file states of its row groups, and at most `ROWS`."""
+    column = next(n for n in range(len(metadata.schema)) if metadata.schema.column(n).path == field)
+    sizes = ((group.num_rows, group.column(column).total_uncompressed_size) for group in map(metadata.row_group, groups))
+    return int(min([ROWS, *(max(1, BYTES * rows // max(size, 1)) for rows, size in sizes)]))
 
 
 def _damaged(kind: str, row: int, error: Exception) -> Bad:
