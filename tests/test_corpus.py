@@ -236,11 +236,14 @@ def test_tail_split_of_one_file_is_nanogpts(tmp_path: Path, fraction: float) -> 
 
 
 def test_tail_split_over_documents(tmp_path: Path) -> None:
-    write_lines(tmp_path / "in/a.jsonl", ["éaaa", "", "bbbb"])
+    write_lines(tmp_path / "in/a.jsonl", ["éaaa", "", " \n " * 9, "bbbb"])
     write(tmp_path / "in/b.txt", "éééééééé")
     make(tmp_path / "in", output=tmp_path / "set", val_fraction=0.4, val_split="tail")
     assert documents(tmp_path / "set") == ["éaaa".encode(), b"bbbb", "é".encode()]
     assert documents(tmp_path / "set", "val") == ["ééééééé".encode()]
+    source = write(tmp_path / "c.jsonl", '{"text": "\\ud83d ab"}\n{"text": "cd"}\n')
+    make(source, output=tmp_path / "cut", val_fraction=0.5, val_split="tail")
+    assert (documents(tmp_path / "cut"), documents(tmp_path / "cut", "val")) == (["\ufffd a".encode()], [b"b", b"cd"])
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class Tokenise:
             except BaseException as error:  # a panic in a tokenizer's Rust is no Exception
                 reason = " ".join(str(error).split())[:200]
                 return {"error": (number, found.place, f"the tokenizer failed ({reason}); take this document out")}
-            characters += len(found.text)
+            characters += 0 if is_blank(found) else len(found.text)
             if gathered.held >= SPAN:
                 self._write(gathered)
         self._write(gathered)
@@ -178,7 +178,8 @@ class Tokenise:
             utf8 = text.encode()
         except UnicodeEncodeError:
             gathered.note("lone surrogate", number, found.place)
-            utf8 = clean(text).encode()
+            text = clean(text)
+            utf8 = text.encode()
         if cut is None:
             self._encode(gathered, validates(found, utf8, self.val_fraction), utf8, found, not found.fragment, found.last)
             return
