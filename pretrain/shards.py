@@ -208,7 +208,9 @@ def _bare_files(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {"all": [path]}
     if list(path.glob("*.tmp")) or any((path / mark).exists() for mark in (".lock", ".parts")):
-        raise ShardError(f"{path} is unfinished (it has no {MANIFEST}); run the same pretrain prepare again, or pretrain merge where it is made in parts")
+        raise ShardError(
+            f"{path} is unfinished (it has no {MANIFEST}); run the same pretrain prepare again, or pretrain merge where it is made in parts"
+        )
     found: dict[str, list[Path]] = {"train": [], "val": [], "all": []}
     for file in sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file()):
         named = {match.lower() for match in _SPLIT.findall(file.stem)}
