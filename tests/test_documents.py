@@ -1,6 +1,7 @@
 """Reading sources: what is a document, and that every fault of a file is told with its place."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -108,6 +109,35 @@ def test_ranges_together_are_the_whole(tmp_path_factory: pytest.TempPathFactory,
     apart = [found for a in range(0, opened.bytes, step) for found in read_range(opened, reading, a, min(a + step, opened.bytes))]
     whole = list(read(opened, reading)) if data else []
     assert [located(opened, found) for found in apart] == [located(opened, found) for found in whole]
+
+
+class Counted(io.BytesIO):
+    """How many bytes are read of it."""
+
+    count = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.count += len(data)
+        return data
+
+    def readline(self, size: int | None = -1) -> bytes:
+        line = super().readline(size)
+        self.count += len(line)
+        return line
+
+
+@pytest.mark.parametrize(("name", "how"), [("a.jsonl", "file"), ("a.txt", "line"), ("a.txt", "blank-line"), ("a.txt", "<|e|>")])
+def test_a_range_inside_a_large_document_reads_no_more_than_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Else a file of one large line would be read once for each range of it."""
+    monkeypatch.setattr(lines, "PIECE", 1000)
+    monkeypatch.setattr(lines, "BLOCK", 1000)
+    opened = source(write(tmp_path / name, ""))
+    file = Counted(b"x" * 100_000)
+    assert list(lines.documents_in(file, opened, Reading(documents=how), 5000, 6000)) == []
+    assert file.count < 4000
 
 
 def located(opened: Source, found: Found) -> tuple[str, str]:

@@ -99,10 +99,7 @@ def documents_in(file: BinaryIO, source: Source, reading: Reading, start: int = 
 
 def _lines(file: BinaryIO, start: int, stop: float) -> Iterator[tuple[int, int, bytes]]:
     """(number, counted from where it starts; first byte; bytes) of each line that begins in [start, stop)."""
-    if start:
-        file.seek(start - 1)
-        start += len(file.readline()) - 1
-    at = start
+    at = _first_line(file, start, stop) if start else 0
     for number, line in enumerate(file if at < stop else (), 1):
         yield number, at, line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
         at += len(line)
@@ -110,12 +107,26 @@ def _lines(file: BinaryIO, start: int, stop: float) -> Iterator[tuple[int, int, 
             return
 
 
+def _first_line(file: BinaryIO, start: int, stop: float) -> int:
+    """Where the first line at or after `start` begins; at least `stop` if none does before it, for which no more is read."""
+    at = start - 1
+    file.seek(at)
+    while at < stop and (part := file.readline(PIECE)):
+        at += len(part)
+        if part.endswith(b"\n"):
+            break
+    return at
+
+
 def _paragraphs(file: BinaryIO, reading: Reading, start: int, stop: float, numbered: bool) -> Iterator[Found]:
     """Lines that follow each other without a blank one between."""
-    before = b"" if not start else _line_before(file, start)
+    first = _first_line(file, start, stop) if start else 0
+    if first >= stop:
+        return
+    before = _line_before(file, first)
     held: list[bytes] = []
     place, within = "", bool(before.strip(_BLANK))  # within: the lines at hand belong to a paragraph that began before
-    for number, at, line in _lines(file, start, float("inf")):
+    for number, at, line in _lines(file, first, float("inf")):
         if not line.strip(_BLANK):
             if held:
                 yield _text(b"".join(held).rstrip(b"\r\n"), place, reading)
@@ -134,10 +145,8 @@ def _paragraphs(file: BinaryIO, reading: Reading, start: int, stop: float, numbe
         yield _text(b"".join(held).rstrip(b"\r\n"), place, reading)
 
 
-def _line_before(file: BinaryIO, start: int) -> bytes:
-    """The line that ends before the first line at or after `start`: at least whatever of it is not blank."""
-    file.seek(start - 1)
-    end = start - 1 + len(file.readline())
+def _line_before(file: BinaryIO, end: int) -> bytes:
+    """The line that ends at `end`: at least whatever of it is not blank."""
     begin = end
     while begin:
         begin = max(0, begin - 4096)
@@ -161,6 +170,8 @@ def _separated(file: BinaryIO, reading: Reading, start: int, stop: float, number
     searched = at
     while True:
         found = separator.search(held, searched)
+        if not found and not mine and offset + len(held) >= stop:
+            return  # a document that began before, and goes on
         if not found and (more := file.read(max(BLOCK, len(held) - at))):
             searched = max(at, len(held) - longest + 1) - at
             held, at, offset = held[at:] + more, 0, offset + at
