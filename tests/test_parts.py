@@ -4,8 +4,12 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +142,22 @@ def test_ctrl_c_says_that_it_goes_on(
     assert cli.main(command) == 0
 
 
+def test_a_scheduler_that_signals_every_process_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    """SIGTERM to the whole group, as Slurm sends it: the workers leave the answer to their parent."""
+    for number in range(24):
+        (folder / f"more{number}.txt").write_text("word " * 200_000)
+    command = [sys.executable, "-m", "pretrain.cli", "prepare", str(folder), "--output", str(tmp_path / "set"), "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list((tmp_path / "set").glob(".parts/*/journal.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate()[1].splitlines()[-1] == "interrupted; the same command goes on where it was"
+    assert process.returncode == 75
+    (journal,) = (tmp_path / "set").glob(".parts/*/journal.jsonl")
+    assert journal.read_bytes().endswith(b"\n")
+
+
 def stop_in_the_middle(folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch, after: int = 9) -> Path:
     """Leaves a part with `after` results in its journal; returns its folder."""
     add = parts.Part.add
@@ -187,8 +207,6 @@ def test_what_a_crash_spoilt_is_made_again(folder: Path, tmp_path: Path, monkeyp
 
 def change_a_letter(folder: Path) -> None:
     """Where the interrupted preparation has been already, leaving size and time as they were."""
-    import os
-
     before = (folder / "a.jsonl").stat()
     data = (folder / "a.jsonl").read_bytes()
     (folder / "a.jsonl").write_bytes(data.replace(b"fox", b"foX", 1))

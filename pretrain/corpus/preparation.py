@@ -65,8 +65,9 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
             try:
                 made = _make_part(folder, work, 1, 1)
                 return publish([made], output, work.workers), False
-            except CorpusError:
-                shutil.rmtree(output / PARTS, ignore_errors=True)
+            except CorpusError as error:
+                if not isinstance(error.__cause__, WorkerDied):  # after which the same command goes on
+                    shutil.rmtree(output / PARTS, ignore_errors=True)
                 raise
 
 
@@ -197,7 +198,7 @@ def _run(
                     bar.update(task.bytes)
         except WorkerDied as error:
             first, last = (f"{path}{place}" for path, place in error.item.ends())
-            raise CorpusError(f"{error} at {first} to {last}; if memory ran out, use fewer --workers") from None
+            raise CorpusError(f"{error} at {first} to {last}; if memory ran out, use fewer --workers") from error
 
 
 def _cut(work: _Work, units: Sequence[Unit]) -> Callable[[int, int], int | None]:

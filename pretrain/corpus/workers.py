@@ -67,7 +67,7 @@ def in_order(work: Callable[[Item], Result], items: Iterator[Item], workers: int
                 return
     finally:
         for process in processes.values():
-            process.terminate()
+            process.kill()
             process.join()
 
 
@@ -81,7 +81,8 @@ def _start(work: Callable[[Any], Any]) -> tuple[Connection, BaseProcess]:
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent deals with it
+    for request in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a scheduler's signal reach all; the parent deals with them
+        signal.signal(request, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
             item = pipe.recv()
