@@ -1,6 +1,5 @@
 """Which function reads which source. A new format is a function from (source, reading) to documents, and its line in `READERS`."""
 
-import gzip
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -45,8 +44,6 @@ def read(source: Source, reading: Reading, fragments: bool = False) -> Iterator[
             yield from read_fragments(source, reading)
         else:
             yield from READERS[source.format](source, reading)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Bad("", _DAMAGED, f"cut short or damaged ({error}); copy it again")
     except UnicodeError as error:  # more than UnicodeDecodeError: UTF-16 without a mark
         reason = getattr(error, "reason", error)
         yield Bad(
@@ -54,7 +51,7 @@ def read(source: Source, reading: Reading, fragments: bool = False) -> Iterator[
             f"rest of a file, not {reading.encoding}",
             f"not {reading.encoding} ({reason}); name its --encoding, or convert it with iconv",
         )
-    except OSError as error:
+    except (EOFError, zlib.error, OSError) as error:
         if not source.compression:
             raise
         yield Bad("", _DAMAGED, f"cut short or damaged ({' '.join(str(error).split())}); copy it again")

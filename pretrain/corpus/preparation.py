@@ -22,7 +22,7 @@ from pretrain.corpus.documents import Bad
 from pretrain.corpus.folder import PARTS, all_parts, locked, publish, refuse_foreign
 from pretrain.corpus.hub import DatasetName, open_dataset
 from pretrain.corpus.manifest import Settings, reusable
-from pretrain.corpus.parts import Part, Unit, folder_of, share, tasks, units_of
+from pretrain.corpus.parts import Cut, Part, Unit, folder_of, share, tasks, uncut, units_of
 from pretrain.corpus.sources import FORMATS, STDIN, CorpusError, Source, find_sources
 from pretrain.corpus.tokenise import Characters, Task, Tokenise, clean, is_blank, validates
 from pretrain.corpus.workers import WorkerDied, cores, in_order
@@ -140,6 +140,21 @@ class _Work:
     tokenizer: str  # the name to load it by
     workers: int
 
+    @property
+    def skip_bad(self) -> bool:
+        return self.settings.on_bad == "skip"
+
+    @property
+    def fragments(self) -> bool:
+        return cuts_at_lines(self.tokenizer)
+
+    def tasks(self, units: Sequence[Unit], cut: Cut = uncut) -> Iterator[Task]:
+        """Of all units, in order."""
+        return tasks(units, range(len(units)), self.sources, self.settings.reading, self.fragments, {}, cut)
+
+    def refusal(self, source: int, place: str, message: str) -> CorpusError:
+        return CorpusError(f"{formats.locate(self.sources[source], place)}: {message}")
+
     def plan(self, tokenizer: Tokenizer, number: int, parts: int) -> dict[str, Any]:
         return {
             "settings": dataclasses.asdict(self.settings),
@@ -166,9 +181,9 @@ def _make_part(folder: Path, work: _Work, number: int, parts: int) -> Part:
     if not (folder / "tokenizer").exists():
         tokenizer.save(folder / "tokenizer")
     dtype = shards.token_dtype(tokenizer.vocab_size)
-    tokenise = Tokenise(tokenizer, dtype, reading, settings.val_fraction, settings.on_bad == "skip", cuts_at_lines(work.tokenizer), folder)
+    tokenise = Tokenise(tokenizer, dtype, reading, settings.val_fraction, work.skip_bad, work.fragments, folder)
     mine = share(units, number, parts)
-    todo = tasks(units, mine, work.sources, reading, cuts_at_lines(work.tokenizer), made.done, cut)
+    todo = tasks(units, mine, work.sources, reading, work.fragments, made.done, cut)
     if len(mine) == 1 and not units[mine[0]].stream:
         work = dataclasses.replace(work, workers=1)  # a single task: starting workers would take longer
     for _, result in _run(tokenise, todo, work, "tokens", [units[unit] for unit in mine]):
@@ -192,8 +207,7 @@ def _run(
             with contextlib.closing(in_order(do, todo, work.workers)) as results:
                 for task, result in results:
                     if error := result.get("error"):
-                        source, place, message = error
-                        raise CorpusError(f"{formats.locate(work.sources[source], place)}: {message}")
+                        raise work.refusal(*error)
                     yield task, result
                     bar.update(task.bytes)
         except WorkerDied as error:
@@ -201,34 +215,32 @@ def _run(
             raise CorpusError(f"{error} at {first} to {last}; if memory ran out, use fewer --workers") from error
 
 
-def _cut(work: _Work, units: Sequence[Unit]) -> Callable[[int, int], int | None]:
+def _cut(work: _Work, units: Sequence[Unit]) -> Cut:
     """Where validation begins with `--val-split tail`, in characters from the start of a task, by nanoGPT's rule. A pass over the text."""
     settings = work.settings
     if settings.val_split == "hash" or not settings.val_fraction:
-        return lambda unit, number: None
-    todo = tasks(units, range(len(units)), work.sources, settings.reading, cuts_at_lines(work.tokenizer), {})
-    counted = _run(Characters(settings.reading, settings.on_bad == "skip", cuts_at_lines(work.tokenizer)), todo, work, "characters", units)
+        return uncut
+    counted = _run(Characters(settings.reading, work.skip_bad, work.fragments), work.tasks(units), work, "characters", units)
     counts = {(task.unit, task.number): result["characters"] for task, result in counted}
     before = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
     cut = int(sum(counts.values()) * (1 - settings.val_fraction))
     return lambda unit, number: cut - before[unit, number]
 
 
-def _training_texts(work: _Work, units: Sequence[Unit], cut: Callable[[int, int], int | None]) -> Iterator[str]:
+def _training_texts(work: _Work, units: Sequence[Unit], cut: Cut) -> Iterator[str]:
     """What a tokenizer may be trained on."""
-    settings = work.settings
-    for task in tasks(units, range(len(units)), work.sources, settings.reading, cuts_at_lines(work.tokenizer), {}, cut):
+    for task in work.tasks(units, cut):
         before = 0
-        for number, found in task.read(settings.reading, cuts_at_lines(work.tokenizer)):
+        for number, found in task.read(work.settings.reading, work.fragments):
             if isinstance(found, Bad):
-                if settings.on_bad == "stop":
-                    raise CorpusError(f"{formats.locate(work.sources[number], found.place)}: {found.message}")
+                if not work.skip_bad:
+                    raise work.refusal(number, found.place, found.message)
                 continue
             if is_blank(found):
                 continue
             text = clean(found.text)
             if task.cut is not None:
                 yield text[: max(task.cut - before, 0)]
-            elif not validates(found, text.encode(), settings.val_fraction):
+            elif not validates(found, text.encode(), work.settings.val_fraction):
                 yield text
             before += len(text)
