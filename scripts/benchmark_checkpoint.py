@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
-from benchmark_strategies import prepare
+from benchmark_strategies import prepare, start_processes
 
 from pretrain import config, launch
 from pretrain.job import Job, start
@@ -36,9 +36,7 @@ _MODEL = ["model.n_layer=12", "model.n_head=12", "model.n_embd=768"]  # GPT-2: 1
 def main(arguments: Sequence[str]) -> int:
     """Start two processes of this file."""
     with tempfile.TemporaryDirectory(dir=arguments[0] if arguments else None) as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--worker", folder,
-                   *(arguments[1:] or NAMES)]  # fmt: skip
-        return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        return start_processes(__file__, 2, [folder, *(arguments[1:] or NAMES)])
 
 
 def worker(folder: Path, names: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ training (which copies the process's share to host memory) and without. Figures 
 import ctypes
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmark_strategies import prepare
+from benchmark_strategies import prepare, start_processes
 
 from pretrain import checkpoint, config, job, launch
 from pretrain.optim import local
@@ -45,20 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"On {processes} processes, MB.\n\n{_HEADER}", flush=True)
     for name in names or NAMES:
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={processes}",
-                __file__,
-                "--worker",
-                folder,
-                name,
-            ]
             # freed memory goes back to the kernel at once
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-            if status := subprocess.run(command, env=env).returncode:
+            at_once = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+            if status := start_processes(__file__, int(processes), [folder, name], **at_once):
                 return status
     return 0
 

@@ -50,20 +50,15 @@ Step = Callable[[Sequence[Micro], int], None]
 
 
 def main(names: Sequence[str]) -> int:
-    """Start two processes of this file."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            __file__,
-            "--worker",
-            folder,
-            *names,
-        ]
-        return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        return start_processes(__file__, 2, [folder, *names])
+
+
+def start_processes(file: str, processes: int, arguments: Sequence[str], **environment: str) -> int:
+    """Processes of a benchmark's file, called with `--worker` and the arguments, one thread each. Returns the launcher's status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*launcher, file, "--worker", *arguments]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}).returncode
 
 
 def worker(folder: Path, names: Sequence[str]) -> None:
