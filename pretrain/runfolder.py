@@ -67,11 +67,13 @@ def claim(folder: Path) -> None:
         lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 — held for the life of the run
     except OSError as error:
         raise ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ConfigError(in_use(folder)) from None
+    while True:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        if owner := in_use(folder):  # otherwise somebody else was looking just then
+            lock.close()
+            raise ConfigError(owner)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
@@ -111,7 +113,7 @@ class Status:
         if step is None:  # where the last start left it
             step = (read_status(self.path.parent) or {}).get("step", 0)
         record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "rank": self.rank,
-                  "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+                  "launch": os.environ.get("PRETRAIN_LAUNCHED", ""), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         write_atomic(self.path, json.dumps(record) + "\n")
 
     def reached(self, step: int) -> None:

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 from omegaconf import OmegaConf
@@ -51,13 +51,15 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
         if "--config_file" not in flags:  # the personal default_config.yaml has no say here
             flags = ["--config_file", str(_launcher_config(logs, processes)), *flags]
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags, str(TRAINER)]
-    started = time.time()
+    environment = _environment(processes)
     with noise:
-        code, asked = _run([*command, config_file, *overrides], _environment(processes), noise.fileno())
-    if in_use(cfg.folder):  # someone was faster; the trainer has said so, and the status is theirs
-        return 2
+        code, asked = _run([*command, config_file, *overrides], environment, noise.fileno())
     status = read_status(cfg.folder)
-    if status is None or status["time"] < started:
+    if status is None or status.get("launch") != environment["PRETRAIN_LAUNCHED"]:
+        if code == 0:  # we have finished, and the next launch has come
+            return 0
+        if in_use(cfg.folder):  # someone was faster; the trainer has said so
+            return 2
         if asked:
             print("stopped on request before the trainer was up; the same command starts it again")
             return 75
@@ -134,6 +136,6 @@ def _launcher_config(logs: Path, processes: int) -> Path:
 def _environment(processes: int) -> dict[str, str]:
     """What helps and the launcher would not set: threads, time to save after a signal, SIGUSR1 (Slurm's) passed on."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    ours = {"PRETRAIN_LAUNCHED": "1", "OMP_NUM_THREADS": str(max(1, cores // processes)), "PET_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    ours = {"OMP_NUM_THREADS": str(max(1, cores // processes)), "PET_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}  # fmt: skip
-    return {**ours, **os.environ, "PRETRAIN_LAUNCHED": "1"}
+    return {**ours, **os.environ, "PRETRAIN_LAUNCHED": uuid4().hex}

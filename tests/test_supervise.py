@@ -1,0 +1,84 @@
+"""What `pretrain train` makes of an end: the status of its own launch, whatever somebody else does to the run folder meanwhile."""
+
+import os
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from launching import make_set, write_config
+
+from pretrain import supervise
+from pretrain.runfolder import Status, claim
+
+Ended = Callable[..., tuple[int, bool]]
+
+
+def own(folder: Path, claimed: object, done: object) -> None:
+    claim(folder)
+    Status(folder, 0).write("running")
+    claimed.set()  # type: ignore[attr-defined]
+    done.wait()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """What `pretrain train` returns where the launcher ended with `code`, the trainer left `state`, and `then` somebody else came."""
+    config = write_config(tmp_path / "config.yaml", make_set(tmp_path / "set"), run={"name": "run"})
+    monkeypatch.chdir(tmp_path)
+
+    def train(code: int, state: tuple[str, int | None] | None, *, taken_over: bool) -> int:
+        spawn = get_context("spawn")
+        claimed, done = spawn.Event(), spawn.Event()
+        other = spawn.Process(target=own, args=(tmp_path / "runs" / "run", claimed, done))
+
+        def launch(command: object, environment: dict[str, str], stderr: int) -> tuple[int, bool]:
+            if state:
+                with monkeypatch.context() as patch:
+                    patch.setenv("PRETRAIN_LAUNCHED", environment["PRETRAIN_LAUNCHED"])
+                    Status(tmp_path / "runs" / "run", 0).write(state[0], step=3, exit_status=state[1], reason="so")
+            if taken_over:
+                other.start()
+                claimed.wait()
+            return code, False
+
+        monkeypatch.setattr(supervise, "_run", launch)
+        try:
+            return supervise.train(str(config), [], [])
+        finally:
+            done.set()
+            if taken_over:
+                other.join()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "status"),
+    [
+        (0, ("finished", 0), 0),
+        (1, ("stopped", 75), 75),  # launchers turn everything into 1
+        (1, ("refused", 2), 2),
+        (1, ("failed", 1), 1),
+        (-9, ("running", None), 1),
+        (1, None, 1),
+    ],
+)
+def test_the_trainers_own_status_is_returned(ended: Callable[..., int], code: int, state: tuple[str, int | None], status: int) -> None:
+    assert ended(code, state, taken_over=False) == status
+
+
+def test_who_finished_has_finished_although_the_next_launch_is_there(ended: Callable[..., int]) -> None:
+    """Seen in conformance: seed 5, trial 1 came to status 2 after its last step, since a second launch looked in just then."""
+    assert ended(0, ("finished", 0), taken_over=True) == 0
+
+
+def test_who_was_refused_by_a_faster_launch_says_so(ended: Callable[..., int], tmp_path: Path) -> None:
+    assert ended(1, None, taken_over=True) == 2
+    assert '"running"' in (tmp_path / "runs" / "run" / "status.json").read_text()  # theirs
+
+
+def test_each_launch_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETRAIN_LAUNCHED", "of our parent")
+    names = {supervise._environment(2)["PRETRAIN_LAUNCHED"] for _ in range(2)}
+    assert len(names - {os.environ["PRETRAIN_LAUNCHED"]}) == 2
