@@ -71,6 +71,7 @@ class Data:
     sequence_length: int = key(1024, "tokens in a window: the model's context")
     shuffle: bool = key(True, "a new order of windows for every epoch; `false` is file order")
     document_mask: bool = key(False, "keep attention and positions inside documents; GPT-2 lets them run across those of a window")
+    stage_to: str = key("", "a folder on a disk of each node: token files are copied there once, checked, and read from there", free=True)
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def identity_hash(cfg: Config) -> str:
 def everything_hash(cfg: Config) -> str:
     """Of what the ranks of one launch must agree on: every key but where things lie, which may differ between machines."""
     sections = to_dict(cfg)
-    del sections["run"]["dir"]
+    del sections["run"]["dir"], sections["data"]["stage_to"]
     for source in (*sections["data"]["train"], *sections["data"]["val"]):
         del source["path"]
     return _hash(sections)

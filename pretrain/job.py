@@ -27,6 +27,7 @@ from pretrain.precision import check_in_use
 from pretrain.ranks import agree, set_timeout, together
 from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
 from pretrain.saver import Saver
+from pretrain.staging import stage
 from pretrain.stopping import StopRequests, TimeLimit
 from pretrain.strategies import Strategy, choose
 from pretrain.throughput import Clock, peak_flops
@@ -122,6 +123,8 @@ def start(
     if found.checkpoint is not None:
         check_fits(found, sets.fingerprints, sets.shares, sets.tokenizer, described)
         notes = [*notes, *load(found, cfg, strategy)]
+    if cfg.data.stage_to:
+        sets = together(control, lambda: stage(sets, cfg.data.stage_to, tell))
 
     loader = Loader(sets.train, sets.shares, numbers, rank=world.rank, seed=cfg.data_seed,
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip

@@ -345,6 +345,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_with_one_that_fits() -> None:
 
 FREE = {
     "run": {"dir", "resume", "device"},
+    "data": {"stage_to"},
     "batch": {"micro"},
     "train": {"log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "keep_every", "sample_every", "sample_prompt",
               "compile", "nonfinite", "hang_timeout", "check_replicas_every", "async_checkpoint", "time_limit", "spike", "rollbacks"},
@@ -371,7 +372,7 @@ def test_the_identity_sees_every_key_that_counts() -> None:
 
 def test_ranks_must_agree_on_all_but_where_things_lie() -> None:
     here = replace(Config(), "data.train", (Source("a"),))
-    for name, value in (("run.dir", "/elsewhere"), ("data.train", (Source("b"),))):
+    for name, value in (("run.dir", "/elsewhere"), ("data.train", (Source("b"),)), ("data.stage_to", "/scratch")):
         assert everything_hash(replace(here, name, value)) == everything_hash(here)
     for name, value in (("batch.micro", 4), ("strategy.options", {"bucket_cap_mb": 1}), ("data.train", (Source("a", 2.0),))):
         assert everything_hash(replace(here, name, value)) != everything_hash(here)
