@@ -1,0 +1,119 @@
+"""What a launch of a config would come to here, by the very rules that a launch applies; what it would refuse, in the words of the refusal."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from pretrain import launch, machine, runfolder, supervise, tracking
+from pretrain import model as models
+from pretrain.config import Config, ConfigError, layout, load
+from pretrain.doctor.meeting import Place
+from pretrain.launched import Launched, launched_strategy
+from pretrain.loader import Sets, open_sets
+from pretrain.strategies import OPTIONS, choose
+from pretrain.token_files import ShardError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Empty texts for what is not known."""
+
+    config: str | None = None  # the file, where one was given
+    processes: int = 1
+    per_node: int = 1
+    device: str = "cpu"
+    device_asked: bool = False  # by `run.device`
+    precision: tuple[str, str] = ("", "")  # (it, why)
+    compile: tuple[str, str] = ("", "")
+    strategy: str = ""
+    threads: str = ""
+    parameters: int | None = None
+    run_folder: str = ""
+    data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)  # set -> its files
+    refused: tuple[str, ...] = ()  # a launch would end with each of these
+    notes: tuple[str, ...] = ()  # on settings of the launcher that have no effect
+
+
+def foresee(config_file: str | None, overrides: Sequence[str], place: Place) -> Outlook:
+    refused: list[str] = []
+    per_node = _per_node(place)
+    processes = max(place.world.size, place.world.size // place.world.local_size * per_node)
+    cfg = _attempt(refused, lambda: load(config_file, overrides, OPTIONS)) if config_file else Config()
+    outlook = Outlook(config_file, processes, per_node, threads=machine.prepare_cpu(per_node))
+    if cfg is None:
+        return replace(outlook, refused=tuple(refused))
+    launched, notes = _attempt(refused, lambda: _launcher(place, processes)) or (None, [])
+    device = torch.device(machine.device_type(cfg))
+    outlook = replace(outlook, device=device.type, device_asked=cfg.run.device != "auto", notes=tuple(notes))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return replace(
+            outlook, refused=(*refused, "run.device=cuda, and torch sees no GPU; write run.device=cpu, or see the other findings")
+        )
+    precision = _attempt(refused, lambda: machine.choose_precision(cfg, device)) or ("", "")
+    flops = math.inf  # without a config: of a run that is long enough
+    if config_file:
+        outlook, flops = _with_data(replace(outlook, precision=precision), cfg, launched, refused)
+        if place.world.rank == 0 and (owner := runfolder.in_use(cfg.folder)):
+            refused.append(owner)
+    compile = _attempt(refused, lambda: machine.choose_compile(cfg, device, precision[0], flops)) or ("", "")
+    return replace(outlook, precision=precision, compile=compile, refused=tuple(dict.fromkeys(refused)))
+
+
+def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, refused: list[str]) -> tuple[Outlook, float]:
+    """What the data and the model decide, and the FLOPs of one process's share of the run; infinitely many where they are not known."""
+    _attempt(refused, lambda: tracking.check(cfg))
+    outlook = replace(outlook, run_folder=cfg.run.dir)
+    sets = _attempt(refused, lambda: open_sets(cfg))
+    if sets is None:
+        return replace(outlook, data_files={source.path: () for source in (*cfg.data.train, *cfg.data.val)}), math.inf
+    outlook = replace(outlook, data_files=_files(sets))
+    numbers = _attempt(refused, lambda: layout(cfg, outlook.processes, sets.windows_per_epoch))
+    if numbers is None:
+        return outlook, math.inf
+    strategy = _attempt(refused, lambda: choose(cfg, numbers, outlook.precision[0], launched)) if outlook.precision[0] else None
+    outlook = replace(outlook, strategy=strategy.name if strategy else "")
+    if cfg.model.build is not None or cfg.model.init_from is not None:  # whose size shows when they are made, with all their weights
+        return outlook, math.inf
+    module, _ = models.outline(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
+    flops = models.flops_per_token(module, numbers.sequence_length) * cfg.batch.tokens * numbers.steps / outlook.processes
+    return replace(outlook, parameters=models.parameter_count(module)), flops
+
+
+def _attempt(refused: list[str], act: Callable[[], T]) -> T | None:
+    """Its result; None, with the reason noted, where a launch would be refused."""
+    try:
+        return act()
+    except (ConfigError, ShardError) as error:
+        refused += str(error).splitlines()
+    except OSError as error:
+        refused.append(f"{error.filename}: {error.strerror}")
+    return None
+
+
+def _launcher(place: Place, processes: int) -> tuple[Launched | None, list[str]]:
+    launched = launched_strategy(processes)
+    return launched, launch.check_launcher(place.world, launched) if launch.has_launcher() else []
+
+
+def _per_node(place: Place) -> int:
+    """Processes on this node: the ranks that a launcher made, or several that `srun` did; alone, and for each node where `srun` started one
+    per node, as many as `pretrain train` would start."""
+    if place.kind == "launcher" or place.world.local_size > 1:
+        return place.world.local_size
+    return supervise._processes(())
+
+
+def _files(sets: Sets) -> dict[str, tuple[str, ...]]:
+    """Of each set's folder."""
+    found: dict[str, tuple[str, ...]] = {}
+    for stream in (*sets.train, *sets.val):
+        for shard in stream.shards:
+            folder = os.path.dirname(shard.path)
+            found[folder] = (*found.get(folder, ()), str(shard.path))
+    return found
