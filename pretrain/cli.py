@@ -129,6 +129,13 @@ def compare(o: argparse.Namespace) -> int:
     return 1 if parity.matrix(o.strategies, o.processes) else 0
 
 
+def doctor(o: argparse.Namespace) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch would write of ranks that do not come is a finding here
+    from pretrain import doctor
+
+    return doctor.doctor(o.config, o.overrides, o.wait)
+
+
 def inspect(o: argparse.Namespace) -> int:
     if (o.folder / "status.json").exists() or (o.folder / "checkpoints").is_dir():
         from pretrain import inspection
@@ -142,13 +149,6 @@ def inspect(o: argparse.Namespace) -> int:
             lines = set_inspection.occurrences(o.folder, o.tokenizer, o.split, o.find, o.sequence_length, limit)
         elif o.window is not None:
             lines = set_inspection.window(o.folder, o.tokenizer, o.split, o.window, o.sequence_length)
-def doctor(o: argparse.Namespace) -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch would write of ranks that do not come is a finding here
-    from pretrain import doctor
-
-    return doctor.doctor(o.config, o.overrides, o.wait)
-
-
         else:
             lines = set_inspection.overview(o.folder, o.tokenizer, o.sequence_length, limit, o.verify, o.plot)
     for line in lines:
@@ -278,6 +278,15 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--strategies", type=_strategies, default="", help="names, with commas between (default: all)")
     p.add_argument("--processes", type=_counts, default="1,2,4", help="numbers of processes (default %(default)s)")
 
+    p = add(
+        doctor,
+        "what a launch here would use, and what would go wrong: alone, as the tasks of srun, or as the ranks of a launcher; status 2 with a problem",
+        "srun --ntasks-per-node=1 pretrain doctor configs/gpt2-124m.yaml\n  accelerate launch --multi_gpu --num_processes 2 -m pretrain.cli doctor",
+    )
+    p.add_argument("config", nargs="?", help="whose folders are measured, and what it would come to (default: folders runs and data here)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value")
+    p.add_argument("--wait", type=_at_least(1), default=60, metavar="SECONDS", help="for ranks that do not come (default %(default)s)")
+
     p = add(inspect, "look into a set of tokens or a run", 'pretrain inspect data/mine --find "fellow citizens"')
     p.add_argument("folder", type=Path, help="a prepared set, a file or folder of other people's token files, or a run folder")
     p.add_argument("--ledger", action="store_true", help="a run: prove that no window was skipped or trained on twice")
@@ -293,15 +302,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     a_set.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the lengths of the documents there")
     return parser
-    p = add(
-        doctor,
-        "what a launch here would use, and what would go wrong: alone, as the tasks of srun, or as the ranks of a launcher; status 2 with a problem",
-        "srun --ntasks-per-node=1 pretrain doctor configs/gpt2-124m.yaml\n  accelerate launch --multi_gpu --num_processes 2 -m pretrain.cli doctor",
-    )
-    p.add_argument("config", nargs="?", help="whose folders are measured, and what it would come to (default: folders runs and data here)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value")
-    p.add_argument("--wait", type=_at_least(1), default=60, metavar="SECONDS", help="for ranks that do not come (default %(default)s)")
-
 
 
 def _strategies(text: str) -> list[str]:
