@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,7 +301,7 @@ def stage_and_count(path: Path, scratch: Path) -> Told:
 def test_of_four_processes_one_copies(corpus: Path, config: Config, scratch: Path, ranks: Ranks, tmp_path: Path) -> None:
     """All have found nothing before the first may begin."""
     path = config({"data.train": corpus})
-    with open(scratch / ".lock", "w") as lock, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, open(scratch / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         running = pool.submit(ranks.run, stage_and_count, path, scratch)
         wait_for("four that wait", lambda: running.done() or len(list(tmp_path.glob("staging *"))) == 4)
@@ -316,7 +317,7 @@ def stage_until(path: Path, scratch: Path, file: str, here: Path) -> None:
     """Copies until it has begun this file, says so, and goes no further; stops as a trainer does before step 1."""
     blocks = staging._blocks
 
-    def held(path: Path, *, from_disk: bool = False) -> Iterator[memoryview]:
+    def some(path: Path, *, from_disk: bool = False) -> Iterator[memoryview]:
         for block in blocks(path, from_disk=from_disk):
             yield block
             if path.name == file:
@@ -324,16 +325,21 @@ def stage_until(path: Path, scratch: Path, file: str, here: Path) -> None:
                 while True:
                     time.sleep(0.01)
 
-    stops = StopRequests(follow_launcher=False)
-    stops.at_start = lambda reason: print(reason)
-    staging._blocks = held
+    StopRequests(follow_launcher=False)
+    staging._blocks = some
     stage(opened(path), str(scratch), lambda line: None)
 
 
-def started(function: Callable[..., None], *args: object) -> BaseProcess:
-    process = forking().Process(target=function, args=args, daemon=True)
+@contextmanager
+def held(*arguments: object) -> Iterator[BaseProcess]:
+    """A process in the middle of its work, until it is killed."""
+    process = forking().Process(target=stage_until, args=arguments, daemon=True)
     process.start()
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize(("file", "left"), [("train_000001.bin", "train_000001.bin.tmp"), ("train_000001.bin.tmp", "train_000001.bin.tmp")],
@@ -343,15 +349,13 @@ def test_a_killed_copier_leaves_half_a_file_to_the_next(
 ) -> None:
     """The next is already waiting, and keeps what is whole."""
     path, here = config({"data.train": corpus}), tmp_path / "here"
-    killed = started(stage_until, path, scratch, file, here)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, held(path, scratch, file, here) as copier:
         wait_for("the second file", here.exists)
         running = pool.submit(ranks.run, stage_and_count, path, scratch, size=1)
         wait_for("one that waits", lambda: running.done() or list(tmp_path.glob("staging *")))
         assert [Path(name).name for name in copies(scratch)] == ["train_000000.bin", left]
         before = identities(scratch)
-        killed.kill()
-        killed.join()
+        copier.kill()
         (told,) = running.result()
     assert told == Told(3, content(opened(path).train[0]))
     after = identities(scratch)
@@ -362,11 +366,11 @@ def test_a_killed_copier_leaves_half_a_file_to_the_next(
 
 def test_a_request_to_stop_ends_a_copier_at_once(corpus: Path, config: Config, scratch: Path, tmp_path: Path) -> None:
     path, here = config({"data.train": corpus}), tmp_path / "here"
-    process = started(stage_until, path, scratch, "train_000000.bin", here)
-    wait_for("the first file", here.exists)
-    process.terminate()
-    process.join(PATIENCE)
-    assert process.exitcode == 75
+    with held(path, scratch, "train_000000.bin", here) as copier:
+        wait_for("the first file", here.exists)
+        copier.terminate()
+        copier.join(PATIENCE)
+        assert copier.exitcode == 75
     assert [Path(name).name for name in copies(scratch)] == ["train_000000.bin.tmp"]
     sets, _ = staged(path, scratch)
     assert content(sets.train[0]) == content(opened(path).train[0])
@@ -412,7 +416,7 @@ def flip_all(scratch: Path) -> None:
         tokens[:] = 49 - tokens
 
 
-def test_what_one_rank_finds_ends_all_of_them(corpus: Path, config: Config, scratch: Path, forks: Forks, tmp_path: Path) -> None:
+def test_a_damaged_original_refuses_the_launch(corpus: Path, config: Config, scratch: Path, forks: Forks, tmp_path: Path) -> None:
     flip(corpus / "train_000002.bin")
     path = config({"data.train": corpus, "data.stage_to": scratch})
     run = forks.start(path, size=2, out=tmp_path / "out")
@@ -420,6 +424,27 @@ def test_what_one_rank_finds_ends_all_of_them(corpus: Path, config: Config, scra
     assert run.said.count("train_000002.bin is damaged") == 1
     status = json.loads((tmp_path / "runs" / "tiny" / "status.json").read_text())
     assert (status["state"], status["exit_status"]) == ("refused", 2)
+
+
+def begin_on_its_own_node(path: Path, scratch: Path) -> list[int]:
+    """The tokens that this rank would train on."""
+    job, _ = drive.begin(path, [f"data.stage_to={scratch / os.environ['RANK']}"])
+    job.loader.close()
+    assert job.sets.train[0].shards[0].path.is_relative_to(scratch / os.environ["RANK"])
+    return content(job.sets.train[0])
+
+
+def test_nodes_may_have_their_disks_elsewhere_and_what_one_lacks_ends_all(
+    corpus: Path, config: Config, scratch: Path, ranks: Ranks
+) -> None:
+    path = config({"data.train": corpus})
+    (scratch / "0").mkdir()
+    outcomes = ranks.outcomes(begin_on_its_own_node, path, scratch, size=2)
+    assert [outcome.error.partition(" on ")[0] for outcome in outcomes] == [f"pretrain.config.ConfigError: data.stage_to={scratch}/1"] * 2
+    (scratch / "1").mkdir()
+    tokens = content(opened(path).train[0])
+    assert ranks.run(begin_on_its_own_node, path, scratch, size=2) == [tokens, tokens]
+    assert len(copies(scratch)) == 6
 
 
 def test_a_launch_that_waits_for_another_stops_when_it_is_asked(
