@@ -68,9 +68,19 @@ def prepare(o: argparse.Namespace) -> int:
 
 
 def merge(o: argparse.Namespace) -> int:
-    from pretrain import corpus
+    from pretrain import corpus, shards
 
-    print(corpus.summary(corpus.merge(o.output, o.workers, o.overwrite)))
+    if o.when_complete and (o.output / shards.MANIFEST).exists() and not o.overwrite:
+        print(f"{o.output} was merged already")
+        return 0
+    try:
+        manifest = corpus.merge(o.output, o.workers, o.overwrite)
+    except corpus.PartsMissing as missing:
+        if not o.when_complete:
+            raise
+        print(f"not merged yet: {missing}")
+        return 0
+    print(corpus.summary(manifest))
     print(f"prepared {o.output}; next: pretrain inspect {o.output}")
     return 0
 
@@ -78,6 +88,9 @@ def merge(o: argparse.Namespace) -> int:
 def train(o: argparse.Namespace) -> int:
     from pretrain import supervise
 
+    if o.check:
+        print(supervise.check(o.config, o.overrides).folder)
+        return 0
     return supervise.train(o.config, o.overrides, o.launcher_flags)
 
 
@@ -233,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("output", type=Path, help="the --output of every pretrain prepare --part i/n")
     p.add_argument("--workers", type=int, help="processes")
     p.add_argument("--overwrite", action="store_true", help="replace a set that is there already")
+    p.add_argument("--when-complete", action="store_true", help="where parts are missing, say so and leave it to who makes the last one")
 
     p = add(
         train,
@@ -241,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("config", help="a YAML file; every key is in the README")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="after them, `--` and flags for accelerate launch")
+    p.add_argument("--check", action="store_true", help="only check the config, and print its run folder")
 
     p = add(generate, "continue prompts", 'pretrain generate runs/quickstart --prompt "The state of the Union"')
     p.add_argument("run", type=Path, help="a run folder, a checkpoint, or an exported folder")

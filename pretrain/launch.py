@@ -37,6 +37,11 @@ def has_launcher() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
 
 
+def is_in_slurm_step() -> bool:
+    """Started by slurm/*.sbatch: then Slurm signals every process of the step, some of them several times, and the script repeats it."""
+    return os.environ.get("PRETRAIN_LAUNCHED", "").startswith("slurm-")
+
+
 def launch_time() -> float:
     """When the launch began (UNIX): with a launcher, before this process."""
     process = psutil.Process()

@@ -109,11 +109,11 @@ class Status:
     def __init__(self, folder: Path, rank: int) -> None:
         self.path, self.rank = folder / "status.json", rank
 
-    def write(self, state: str, *, step: int | None = None, exit_status: int | None = None, reason: str = "") -> None:
+    def write(self, state: str, *, step: int | None = None, exit_status: int | None = None, reason: str = "", again: bool = False) -> None:
         if step is None:  # where the last start left it
             step = (read_status(self.path.parent) or {}).get("step", 0)
-        record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "rank": self.rank,
-                  "launch": os.environ.get("PRETRAIN_LAUNCHED", ""), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
+        record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "again": again,
+                  "rank": self.rank, "launch": os.environ.get("PRETRAIN_LAUNCHED", ""), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         write_atomic(self.path, json.dumps(record) + "\n")
 
     def reached(self, step: int) -> None:
@@ -123,14 +123,17 @@ class Status:
             if (read_status(self.path.parent) or {}).get("state") == "running":
                 self.write("running", step=step)
 
-    def fail(self, reason: str, *, step: int, exit_status: int = 1) -> bool:
-        """Record a failure unless another rank did so first; True for the one whose failure this is."""
+    def fail(self, reason: str, *, step: int, exit_status: int = 1, again: bool = False) -> bool:
+        """Record a failure unless another rank did so first; True for the one whose failure this is. `again`: it may not happen twice."""
         with open(self.path.with_name(".status-lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            found = read_status(self.path.parent)
-            if found and found["state"] == "failed":
+            found = read_status(self.path.parent) or {}
+            ours = found.get("launch") and found["launch"] == os.environ.get("PRETRAIN_LAUNCHED")
+            if found.get("state") == "failed" or (
+                ours and found["state"] == "stopped"
+            ):  # the latter: we miss a rank that has gone as asked
                 return False
-            self.write("failed", step=step, exit_status=exit_status, reason=reason)
+            self.write("failed", step=step, exit_status=exit_status, reason=reason, again=again)
             return True
 
     def stop(self, reason: str, *, exit_status: int) -> None:

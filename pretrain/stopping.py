@@ -51,10 +51,11 @@ class StopRequests:
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
-    def __init__(self, *, follow_launcher: bool, orphaned: bool = False) -> None:
-        self._requested = 0
+    def __init__(self, *, follow_launcher: bool, orphaned: bool = False, repeated: bool = False) -> None:
+        """`repeated`: requests come several times each, and a second one means nothing."""
+        self._requested, self._repeated = 0, repeated
         self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
-        self.at_once: Callable[[str], object] = print  # the same for one that has
+        self.at_once: Callable[..., object] = print  # the same for one that has
         self._training = False
         self._launcher = os.getppid()
         self._gone, self._follow = False, follow_launcher and sys.platform == "linux"
@@ -122,6 +123,8 @@ class StopRequests:
             if not self._gone:
                 self._gone = True
                 self._requested = self._requested or _LAUNCHER_GONE
+        elif self._requested and self._repeated:
+            return
         elif self._requested:
             self.at_once(f"second request to stop ({number.name})")
             os._exit(1)

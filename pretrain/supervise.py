@@ -22,7 +22,7 @@ _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a r
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
+def check(config_file: str, overrides: Sequence[str]) -> config.Config:
     """Raises ConfigError for what the config alone shows; everything else is the trainer's to find."""
     cfg = config.load(config_file, overrides)
     if cfg.strategy != config.Strategy():  # its names and options are the strategies' to know: some seconds of imports
@@ -33,6 +33,12 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
         except config.ConfigError as error:
             note_end(cfg.folder, 0, "refused", 2, str(error))
             raise
+    return cfg
+
+
+def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
+    """The trainer's own exit status. Raises ConfigError."""
+    cfg = check(config_file, overrides)
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

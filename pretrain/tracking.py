@@ -1,6 +1,7 @@
 """metrics.jsonl is the truth; W&B and TensorBoard get copies through Accelerate's trackers, and may fail without consequence."""
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -52,8 +53,12 @@ class Tracker:
         id_file = cfg.folder / "logs" / "wandb_id.txt"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(8), encoding="utf-8")
+        mode: Any = cfg.track.wandb
+        if mode == "online" and os.environ.get("WANDB_MODE") == "offline":
+            mode = "offline"
+            self._say("W&B is offline, not online: WANDB_MODE=offline in the environment")
         tracker = WandBTracker(cfg.track.project, name=cfg.run.name, id=id_file.read_text("utf-8"), resume="allow",
-                               mode=cfg.track.wandb, dir=str(cfg.folder / "logs"), tags=list(cfg.track.tags) or None)  # fmt: skip
+                               mode=mode, dir=str(cfg.folder / "logs"), tags=list(cfg.track.tags) or None)  # fmt: skip
         tracker.start()
         tracker.tracker.define_metric("*", step_metric="step")
         tracker.store_init_configuration(dict(facts))

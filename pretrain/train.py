@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan())
+    stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan(), repeated=launch.is_in_slurm_step())
     folder: Path | None = None
     micro: int | None = None
     stops.at_start = lambda reason: stop_early(folder, world, reason)
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         return fail(folder, world, error, step=0, micro=micro)
     try:
-        stops.at_once = lambda reason: report_failure(folder, world.rank, reason, progress.step)
+        stops.at_once = lambda reason, again=False: report_failure(folder, world.rank, reason, progress.step, again=again)
         stops.begin()
         gc.collect()
         gc.freeze()
@@ -317,19 +317,29 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
     if folder is None or not runfolder.is_ours(folder):
         traceback.print_exception(error)
         report_failure(None, rank, explain(error, micro), step, status)
-    elif report_failure(folder, rank, explain(error, micro), step, status):
+    elif report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error)):
         with open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
             traceback.print_exception(error, file=log)
     os._exit(status)  # an ordinary exit would wait in collectives for the others
 
 
-def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED) -> bool:
+def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED, *, again: bool = False) -> bool:
     """Whether this was the first failure of the launch: only that one is told."""
-    if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status):
+    if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status, again=again):
         return False
     log = f" (traceback in {folder}/logs/rank_{rank}.txt)" if folder else ""
     os.write(1, f"rank {rank} failed at step {step:,}: {reason}{log}\n".encode())
     return True
+
+
+def lost_contact(error: Exception) -> bool:
+    return any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited"))
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another start may be spared it: a lost rank, the network, a device or a disk. A bug or a bad number would come again."""
+    machine = (dist.DistError, torch.AcceleratorError, OSError)
+    return lost_contact(error) or "imed out" in str(error) or (isinstance(error, machine) and not isinstance(error, torch.OutOfMemoryError))
 
 
 def explain(error: Exception, micro: int | None = None) -> str:
@@ -338,7 +348,7 @@ def explain(error: Exception, micro: int | None = None) -> str:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
         smaller = f"write batch.micro={micro} (it trains exactly the same), or" if micro else "write"
         return f"out of memory: {smaller} model.activation_checkpointing=true; {text[:200]}"
-    if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "remote process has exited")):
+    if lost_contact(error):
         return f"lost contact with another rank, which was killed or crashed ({text[:120]})"
     return text if isinstance(error, NonFinite | ConfigError | CheckpointError) else f"{type(error).__name__}: {text[:_LONGEST]}"
 

@@ -171,7 +171,7 @@ class HangWatch:
     """Dumps every thread's stack and ends the process when its block takes too long: from a thread, since no exception and no signal
     handler of Python's reaches a process inside a collective."""
 
-    def __init__(self, seconds: float, report: Callable[[str], object], log: str) -> None:
+    def __init__(self, seconds: float, report: Callable[..., object], log: str) -> None:
         self.seconds, self.report, self.log = seconds, report, log
         self._since: float | None = None
         if seconds:
@@ -191,7 +191,8 @@ class HangWatch:
                 with open(self.log, "a", encoding="utf-8") as log:
                     faulthandler.dump_traceback(log, all_threads=True)
                 self.report(
-                    f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}"
+                    f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}",
+                    again=True,
                 )
                 os._exit(1)
 

@@ -30,6 +30,11 @@ TINY: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that launch come first: the longest ones, of which none should be left for one process at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("launch") is None)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 5 MB."""

@@ -29,7 +29,7 @@ LEVELS: tuple[set[str], ...] = (
         *CORPUS,
     },
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging"},
-    {"resume", "saver", "precision", "export", "report", "inspection", "set_contents"},
+    {"resume", "saver", "precision", "export", "report", "inspection", "set_contents", "sweep"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},
     {"watch"},
     {"rollback"},

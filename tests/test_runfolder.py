@@ -255,3 +255,14 @@ def test_how_far_a_run_is_does_not_hide_that_it_failed(tmp_path: Path) -> None:
     assert not main.fail("lost contact", step=6)
     found = read_status(tmp_path) or {}
     assert (found["state"], found["rank"], found["reason"], found["step"]) == ("failed", 1, "why", 6)
+
+
+def test_who_misses_a_rank_that_stopped_as_asked_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before step 1 ranks go one by one; one that has still to hear of it loses contact. A stop of an earlier launch says nothing."""
+    monkeypatch.setenv("PRETRAIN_LAUNCHED", "this launch")
+    Status(tmp_path, 0).write("running")
+    Status(tmp_path, 0).stop("SIGTERM", exit_status=75)
+    assert not Status(tmp_path, 1).fail("lost contact", step=0)
+    assert (read_status(tmp_path) or {})["state"] == "stopped"
+    monkeypatch.setenv("PRETRAIN_LAUNCHED", "the next one")
+    assert Status(tmp_path, 1).fail("lost contact", step=0)

@@ -72,8 +72,12 @@ def _holds_files(output: Path) -> bool:
     return output.is_dir() and any(not path.name.startswith(".") for path in output.iterdir())
 
 
+class PartsMissing(CorpusError):
+    """Some parts have still to be made, or finished."""
+
+
 def all_parts(folder: Path) -> list[Part]:
-    """Every part of an array job. Raises CorpusError where one is missing, unfinished, or made of something else."""
+    """Every part of an array job. Raises PartsMissing, or CorpusError where one is made of something else."""
     parts = [Part(path) for path in sorted(folder.glob("*-of-*")) if (path / PLAN).exists()]
     counts = sorted({part.plan["parts"] for part in parts})
     if len(counts) != 1:
@@ -82,7 +86,7 @@ def all_parts(folder: Path) -> list[Part]:
     (count,) = counts
     missing = sorted({*range(1, count + 1)} - {part.plan["part"] for part in parts})
     if missing:
-        raise CorpusError(f"{folder}: part {', '.join(map(str, missing))} of {count} is missing; make it with --part {missing[0]}/{count}")
+        raise PartsMissing(f"{folder}: part {', '.join(map(str, missing))} of {count} is missing; make it with --part {missing[0]}/{count}")
     first = parts[0].plan
     sources, settings = sources_of(first), Settings(**first["settings"])
     units = units_of(sources, settings.reading)
@@ -92,7 +96,7 @@ def all_parts(folder: Path) -> list[Part]:
         if different:
             raise CorpusError(f"{folder}: part {number} was made with other {' and '.join(different)} than part 1; make it again")
         if left := part.missing(share(units, number, count)):
-            raise CorpusError(f"{folder}: part {number} is unfinished ({left:,} units are missing); run --part {number}/{count} again")
+            raise PartsMissing(f"{folder}: part {number} is unfinished ({left:,} units are missing); run --part {number}/{count} again")
     return parts
 
 

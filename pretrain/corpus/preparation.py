@@ -72,7 +72,7 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
 
 
 def merge(output: Path, workers: int | None = None, overwrite: bool = False) -> dict[str, Any]:
-    """Make the set of the parts that `prepare` with `part` has made of it. Returns its manifest. Raises CorpusError."""
+    """Make the set of the parts that `prepare` with `part` has made of it. Returns its manifest. Raises CorpusError, PartsMissing."""
     with _told(output):
         if not (output / PARTS).is_dir():
             raise CorpusError(f"{output} holds no parts; make them with pretrain prepare … --output {output} --part 1/8, 2/8 and so on")

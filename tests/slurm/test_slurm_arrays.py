@@ -1,0 +1,119 @@
+"""slurm/prepare.sbatch and slurm/sweep.sbatch on a real controller."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import ROOT, Cluster, Job, missing
+from launching import BIN, make_set, write_config
+
+from pretrain.runfolder import read_status
+
+pytestmark = [pytest.mark.launch, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+ENVIRONMENT = {"PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(ROOT / ".venv"), "PYTHONPATH": str(ROOT / "tests")}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    started = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield started
+    started.close()
+
+
+def tasks(job: Job) -> dict[int, str]:
+    """Task -> its last state; an array is over when no task of it waits or runs."""
+    text = job.cluster.run("scontrol", "--oneliner", "show", "job", job.number)
+    found = {int(task): state for task, state in re.findall(r"ArrayTaskId=(\d+) .*?JobState=(\w+)", text)}
+    return found
+
+
+def wait(job: Job, count: int) -> dict[int, str]:
+    over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    job.until("the array over", lambda: len(tasks(job)) == count and all(state in over for state in tasks(job).values()))
+    return tasks(job)
+
+
+def same_bytes(ours: Path, theirs: Path) -> None:
+    names = sorted(path.name for path in theirs.glob("*.bin"))
+    assert names
+    assert sorted(path.name for path in ours.glob("*.bin")) == names
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    left, right = (json.loads((folder / "manifest.json").read_text()) for folder in (ours, theirs))
+    assert left["fingerprint"] == right["fingerprint"]
+
+
+def test_a_set_made_in_parts_one_of_which_fails(cluster: Cluster, tmp_path: Path) -> None:
+    """The failed part alone is run again, and the set is that of one process."""
+    corpus = tmp_path / "my corpus"
+    corpus.mkdir()
+    for k in range(3):
+        lines = [json.dumps({"text": f"Document {n} of file {k}, " + "word " * (n % 50)}) for n in range(20_000)]
+        (corpus / f"{k}.jsonl").write_text("\n".join(lines) + "\n")
+    broken = corpus / "1.jsonl"
+    whole = broken.read_text()
+    subprocess.run([BIN / "pretrain", "prepare", str(corpus), "--output", str(tmp_path / "one"), "--tokenizer", "byte"], check=True, capture_output=True)  # fmt: skip
+    command = [str(ROOT / "slurm" / "prepare.sbatch"), "my corpus", "--output", "three", "--tokenizer", "byte"]
+    middle = len(whole) // 2
+    broken.write_text(whole[:middle] + "\x00" + whole[middle + 1 :])  # one byte of a line that is no JSON any more
+
+    first = cluster.submit("--array=1-3", "--nodes=1", *command, cwd=tmp_path, **ENVIRONMENT)
+    states = wait(first, 3)
+    assert sorted(states.values()) == ["COMPLETED", "COMPLETED", "FAILED"], first.out
+    (failed,) = [task for task, state in states.items() if state == "FAILED"]
+    assert f"part {failed} failed; when that is mended, it alone again: sbatch --array={failed} " in first.out
+    assert first.out.count("not merged yet: ") == 2
+    assert not (tmp_path / "three" / "manifest.json").exists()
+
+    broken.write_text(whole)
+    again = cluster.submit(f"--array={failed}", "--nodes=1", *command, cwd=tmp_path, **ENVIRONMENT)
+    assert list(wait(again, 1).values()) == ["COMPLETED"], again.out
+    assert f"part {failed} of 3 " in again.out
+    same_bytes(tmp_path / "three", tmp_path / "one")
+
+    whole_again = cluster.submit("--array=1-3", "--nodes=1", *command, cwd=tmp_path, **ENVIRONMENT)
+    assert set(wait(whole_again, 3).values()) == {"COMPLETED"}, whole_again.out
+    assert whole_again.out.count("was prepared already") == 3
+
+
+def test_prepare_says_how_it_is_meant(cluster: Cluster, tmp_path: Path) -> None:
+    for command, said in (
+        (["x", "--output", "y"], "this is an array job: sbatch --array=1-8"),
+        (["--array=0-1", "x", "--output", "y"], "task 0 is none of the parts 1 to 2"),
+        (["--array=1", "x"], "--output is missing"),
+    ):
+        flags = [word for word in command if word.startswith("--array")]
+        job = cluster.submit(*flags, "--nodes=1", str(ROOT / "slurm" / "prepare.sbatch"), *[w for w in command if w not in flags], cwd=tmp_path, **ENVIRONMENT)  # fmt: skip
+        job.wait_for(said)
+
+
+def test_a_sweep_with_a_member_that_fails(cluster: Cluster, tmp_path: Path) -> None:
+    make_set(tmp_path / "set")
+    write_config(tmp_path / "tiny.yaml", tmp_path / "set", run={"dir": "runs"}, train={"max_steps": 3, "eval_every": 3})
+    (tmp_path / "rates.txt").write_text("optim.lr=1e-3  # the usual one\noptim.lr=-1\n\noptim.lr=3e-4 'run.name=the last one'\n")
+    script = str(ROOT / "slurm" / "sweep.sbatch")
+    asked = subprocess.run(["bash", script, "tiny.yaml", "rates.txt"], cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)  # fmt: skip
+    assert asked.returncode == 0, asked.stderr
+    assert "sbatch --array=1-3 " in asked.stdout
+
+    job = cluster.submit("--array=1-3", "--nodes=1", script, "tiny.yaml", "rates.txt", cwd=tmp_path, **ENVIRONMENT)
+    assert wait(job, 3) == {1: "COMPLETED", 2: "FAILED", 3: "COMPLETED"}, job.out
+    runs = tmp_path / "runs" / "rates"
+    for name in ("tiny-lr=1e-3", "the last one"):
+        assert (read_status(runs / name) or {})["state"] == "finished"
+    table = (runs / "summary.md").read_text().splitlines()
+    assert len(table) == 5
+    assert re.match(r"\| tiny-lr=1e-3 \| finished \| 3 \| 5\.\d{4} \| 5\.\d{4} \| 5\.\d{4} \| \d+ \|  \|", table[2]), table
+    assert "| refused |" in table[3]
+    assert "optim.lr" in table[3]
+    assert table[4].startswith("| the last one | finished | 3 |")
+
+    before = (runs / "tiny-lr=1e-3" / "metrics.jsonl").read_bytes()
+    again = cluster.submit("--array=1,3", "--nodes=1", script, "tiny.yaml", "rates.txt", cwd=tmp_path, **ENVIRONMENT)
+    assert set(wait(again, 2).values()) == {"COMPLETED"}, again.out
+    assert again.out.count("is finished: step 3") == 2
+    assert (runs / "tiny-lr=1e-3" / "metrics.jsonl").read_bytes() == before
