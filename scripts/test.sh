@@ -8,5 +8,6 @@ export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
 ruff format --check .
 mypy
-shellcheck scripts/*.sh .ci/run
-pytest "$@"
+shellcheck scripts/*.sh slurm/*.sbatch slurm/*.sh .ci/run
+# Two at a time: launches wait a good deal for each other. A file stays together, with what its tests share; the longest come first.
+pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
