@@ -14,6 +14,12 @@ _WORTH_COMPILING = 1e13  # FLOPs of a whole run below which a CPU trains sooner 
 
 
 def device_type(cfg: Config) -> str:
+    """Raises ConfigError where there is no such device."""
+    if cfg.run.device == "cuda" and not torch.cuda.is_available():
+        why = "and finds no GPU" if torch.version.cuda else "a build for CPUs"
+        raise ConfigError(f"run.device=cuda: torch here is {torch.__version__}, {why}; install its CUDA build, or write run.device=auto")
+    if cfg.run.device == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("run.device=mps: torch finds no Apple GPU here; write run.device=auto")
     if cfg.run.device != "auto":
         return cfg.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -157,6 +157,7 @@ def test_mistakes_are_all_listed_once(place: Path, path: Path) -> None:
         "dashes": (pretrain_train(path, "train.log_every=1", "--train.max_steps=3"), ["train.max_steps=3"]),
         "two mistakes, two ranks": (torchrun(2, path, *two), ["optim.lr: expected a number, found 'fast'", "train.log_evry: unknown key"]),
         "a folder, python": (python(place), [f"{place}: a folder, not a config file"]),
+        "no such device": (python(path, "run.device=mps"), ["run.device=mps: torch finds no Apple GPU here; write run.device=auto"]),
         "no arguments": ([sys.executable, str(TRAINER)], ["usage: pretrain/train.py CONFIG.yaml"]),
         "no verb": ([str(BIN / "pretrain"), "train"], ["usage: pretrain train"]),
     }  # fmt: skip

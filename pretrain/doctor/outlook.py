@@ -49,12 +49,11 @@ def foresee(config_file: str | None, overrides: Sequence[str], place: Place) -> 
     if cfg is None:
         return replace(outlook, refused=tuple(refused))
     launched, notes = _attempt(refused, lambda: _launcher(place, processes)) or (None, [])
-    device = torch.device(machine.device_type(cfg))
-    outlook = replace(outlook, device=device.type, device_asked=cfg.run.device != "auto", notes=tuple(notes))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return replace(
-            outlook, refused=(*refused, "run.device=cuda, and torch sees no GPU; write run.device=cpu, or see the other findings")
-        )
+    outlook = replace(outlook, device=cfg.run.device, device_asked=cfg.run.device != "auto", notes=tuple(notes))
+    kind = _attempt(refused, lambda: machine.device_type(cfg))
+    if kind is None:
+        return replace(outlook, refused=tuple(refused))
+    device, outlook = torch.device(kind), replace(outlook, device=kind)
     precision = _attempt(refused, lambda: machine.choose_precision(cfg, device)) or ("", "")
     flops = math.inf  # without a config: of a run that is long enough
     if config_file:
