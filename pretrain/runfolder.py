@@ -162,6 +162,17 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     return status
 
 
+def wait_for_end(folder: Path | None, seconds: float) -> bool:
+    """Whether this launch's main process records how it ended before so many seconds are over."""
+    launch, until = os.environ.get("PRETRAIN_LAUNCHED"), time.monotonic() + seconds
+    while time.monotonic() < until:
+        status = (read_status(folder) if folder else None) or {}
+        if launch and status.get("launch") == launch and status["state"] != "running":
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def record_config(folder: Path, effective: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Write config.yaml. Returns a line per fact that differs from the previous start: versions, machine, threads."""
     path, changed = folder / "config.yaml", []

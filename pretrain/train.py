@@ -10,7 +10,6 @@ import gc
 import hashlib
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -288,8 +287,9 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
     """For what ended before step 1: the main process says so, or this rank where the main process found nothing wrong."""
     met_alone = False
     if world.rank and status:  # if we went first, the launcher would end the main process before it has spoken
-        time.sleep(_MOMENT if dist.is_initialized() else _MAIN_PROCESS_SECONDS)  # ended by the launcher, once the main process is gone
-        met_alone = not dist.is_initialized()
+        seconds = _MOMENT if dist.is_initialized() else _MAIN_PROCESS_SECONDS
+        told = runfolder.wait_for_end(folder, seconds)  # a launcher of its node may have ended us meanwhile
+        met_alone = not dist.is_initialized() and not told
         message = f"rank {world.rank}: {message}"
     if world.rank == 0 or met_alone:
         aside = status != 0 and "PRETRAIN_LAUNCHED" not in os.environ  # `pretrain train` shows standard output alone

@@ -29,6 +29,7 @@ from pretrain.runfolder import (
     read_status,
     record_code,
     record_config,
+    wait_for_end,
     write_atomic,
 )
 
@@ -266,3 +267,15 @@ def test_who_misses_a_rank_that_stopped_as_asked_has_not_failed(tmp_path: Path, 
     assert (read_status(tmp_path) or {})["state"] == "stopped"
     monkeypatch.setenv("PRETRAIN_LAUNCHED", "the next one")
     assert Status(tmp_path, 1).fail("lost contact", step=0)
+
+
+def test_the_end_that_the_main_process_records_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another node no launcher ends us. An end of an earlier launch, or no name for ours, tells nothing."""
+    Status(tmp_path, 0).write("refused", exit_status=2)
+    assert not wait_for_end(tmp_path, 0.05)
+    monkeypatch.setenv("PRETRAIN_LAUNCHED", "this launch")
+    assert not wait_for_end(tmp_path, 0.05)
+    Status(tmp_path, 0).write("running")
+    assert not wait_for_end(tmp_path, 0.05)
+    Status(tmp_path, 0).write("refused", exit_status=2)
+    assert wait_for_end(tmp_path, 60)

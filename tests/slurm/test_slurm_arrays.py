@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import ROOT, Cluster, Job, missing
-from launching import BIN, make_set, write_config
+from launching import BIN, README, make_set, write_config
 
 from pretrain.runfolder import read_status
 
@@ -117,3 +118,31 @@ def test_a_sweep_with_a_member_that_fails(cluster: Cluster, tmp_path: Path) -> N
     assert set(wait(again, 2).values()) == {"COMPLETED"}, again.out
     assert again.out.count("is finished: step 3") == 2
     assert (runs / "tiny-lr=1e-3" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
+    """As they stand, on CPUs: a task for each GPU that they ask for."""
+    blocks = re.findall(r"^```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith(("sbatch ", "srun "))]
+    assert len(commands) == 4
+    for name in ("pretrain", "slurm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my_texts").mkdir()
+    for k in range(40):
+        (tmp_path / "my_texts" / f"{k}.txt").write_text(f"My fellow citizens, this is speech {k}. " * 20)
+    (tmp_path / "rates.yaml").write_text("optim.lr: [1e-3, 3e-4]\n")
+    write_config(tmp_path / "tiny.yaml", tmp_path / "data" / "cluster", run={"dir": "runs"}, train={"max_steps": 3})
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "tiny.yaml").rename(tmp_path / "configs" / "quickstart.yaml")
+    for command in commands:
+        words = shlex.split(command.replace("--gpus-per-node", "--ntasks-per-node").replace("train.max_steps=200", "train.max_steps=2"))
+        if words[0] == "srun":
+            said = cluster.run(*words, cwd=tmp_path, env=ENVIRONMENT, check=False)
+            assert re.search(r"\d+ problems?, \d+ warnings?", said), said
+            continue
+        job = cluster.submit(*words[1:], cwd=tmp_path, **ENVIRONMENT)
+        array = re.search(r"--array=1-(\d)", command)
+        states = set(wait(job, int(array[1])).values()) if array else {job.wait()}
+        assert states == {"COMPLETED"}, job.out
+    assert (read_status(tmp_path / "runs" / "cluster") or {})["state"] == "finished"
+    assert len((tmp_path / "runs" / "rates" / "summary.md").read_text().splitlines()) == 4
