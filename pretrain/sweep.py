@@ -107,7 +107,8 @@ def table(config_file: Path, all_members: Sequence[Sequence[str]]) -> tuple[Path
         trained: dict[str, Any] = next((record for record in reversed(records) if "loss" in record), {})
         numbers = [f"{min(val):.4f}" if val else "", f"{val[-1]:.4f}" if val else "", f"{trained['loss']:.4f}" if trained.get("loss") else "",
                    f"{trained['train_seconds']:.0f}" if trained.get("train_seconds") else ""]  # fmt: skip
-        lines.append(f"| {run.name} | {status['state']} | {status['step']:,} | {' | '.join(numbers)} | {_cell(status['reason'])} |")
+        reason = "" if status["state"] == "finished" else _cell(status["reason"])
+        lines.append(f"| {run.name} | {status['state']} | {status['step']:,} | {' | '.join(numbers)} | {reason} |")
     return folder, "\n".join(lines) + "\n"
 
 

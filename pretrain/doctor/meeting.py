@@ -3,9 +3,11 @@
 import os
 import pickle
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -71,13 +73,22 @@ def _first_host() -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     try:
         listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30)
-        return listed.stdout.split()[0]
+        return _address(listed.stdout.split()[0])
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         if nodes and not set(nodes) & set("[,"):  # one node is its own list
             return nodes
         raise ConfigError(
             f"srun's nodes {nodes!r} cannot be listed: `scontrol show hostnames` failed ({error}); put scontrol on PATH, inside a container too"
         ) from None
+
+
+def _address(node: str) -> str:
+    """Of a node that Slurm may be alone to know by this name."""
+    with suppress(OSError):
+        socket.getaddrinfo(node, None)
+        return node
+    shown = subprocess.run(["scontrol", "show", "node", "--oneliner", node], capture_output=True, text=True, timeout=30).stdout
+    return next((word.removeprefix("NodeAddr=") for word in shown.split() if word.startswith("NodeAddr=")), node)
 
 
 class Meeting:
