@@ -76,14 +76,19 @@ class Cluster:
             "SlurmctldPidFile": f"{self.place}/slurmctld.pid", "SlurmdPidFile": f"{self.place}/slurmd-%n.pid",
             "SlurmctldLogFile": f"{self.place}/slurmctld.log", "SlurmdLogFile": f"{self.place}/slurmd-%n.log",
             "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none", "MpiDefault": "none", "SwitchType": "switch/none",
-            "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CPU", "ReturnToService": "2", "JobRequeue": "1", "SlurmdParameters": "config_overrides",
+            "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_CPU", "ReturnToService": "2", "GresTypes": "gpu", "PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE", "JobRequeue": "1", "SlurmdParameters": "config_overrides",
             "KillWait": "20", "SlurmdTimeout": "10", "MinJobAge": "3600", "MessageTimeout": "20", "SchedulerParameters": "batch_sched_delay=1,sched_interval=2",
             **settings,
         }  # fmt: skip
         lines = [f"{key}={value}" for key, value in values.items()]
+        gpus = (f"NodeName={node} Name=gpu File={device}\n" for node in self.nodes for device in ("/dev/null", "/dev/zero"))
+        (self.place / "gres.conf").write_text("".join(gpus))
         for node, port in zip(self.nodes, ports, strict=True):
-            lines.append(f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={_CPUS} RealMemory=8000")
-        lines.append(f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO")
+            lines.append(f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={_CPUS} RealMemory=8000 Gres=gpu:2")
+        lines.append(
+            f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=60"
+        )
+        lines.append(f"PartitionName=urgent Nodes={','.join(self.nodes)} MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF")
         (self.place / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def start(self, name: str, *arguments: str, node: str = "") -> None:
@@ -105,7 +110,7 @@ class Cluster:
         self._daemons.pop(node).wait()
 
     def states(self) -> list[str]:
-        return self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        return self.run("sinfo", "-h", "-N", "-p", "all", "-o", "%T").split()
 
     def run(self, *command: str, cwd: Path | None = None, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         ran = subprocess.run(

@@ -133,7 +133,30 @@ def test_the_time_limit(cluster: Cluster, place: Path, whole: Callable[..., Path
     check_same(folder, whole(2))
 
 
-def test_requeued_in_mid_step_and_preempted(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
+def test_preempted(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
+    """A job of another partition wants the nodes: this one has a minute's grace, and goes when it has saved. Slurm takes a job that ends by
+    itself then for a finished one."""
+    folder = place / "runs" / "preempted"
+    job = submit(cluster, place, "preempted", PACE="0.2")
+    wait_for_step(job, folder, 5)
+    urgent = cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd=place)
+    job.wait_for("stopped (SIGTERM) at step")
+    assert urgent.wait() == "COMPLETED"
+    assert job.wait() == "COMPLETED", job.out
+    assert job.out.count("requeued, to go on from there") == 1
+    check_same(folder, whole(2))
+
+
+def test_a_process_for_each_gpu(cluster: Cluster, place: Path) -> None:
+    """Whatever else was asked for. (These GPUs are numbers in Slurm's books.)"""
+    for flags in (["--nodes=2", "--gpus-per-node=2"], ["--nodes=1", "--ntasks=2", "--gpus-per-task=1"]):
+        job = submit(cluster, place, f"gpus {len(flags)}", "train.max_steps=2", flags=flags)
+        assert job.wait() == "COMPLETED", job.out
+        assert f" on {flags[0][-1]} nodes (" in job.out
+        assert " × 2 processes" in job.out
+
+
+def test_requeued_in_mid_step(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """Every process of the step gets SIGTERM, some of them more than once: one request."""
     folder = place / "runs" / "requeued"
     job = submit(cluster, place, "requeued", PACE="0.2")
@@ -251,7 +274,10 @@ def test_tasks_of_an_array_have_runs_of_their_own(cluster: Cluster, place: Path)
 
 STUB = """#!/bin/bash
 case $(basename "$0") in
-  scontrol) printf '%s\\n' 127.0.0.1 127.0.0.1 ;;
+  scontrol)
+    printf '%s\\n' 127.0.0.1 127.0.0.1
+    [[ $* != *--details* ]] || printf ' Nodes=n%s CPU_IDs=0 GRES=gpu:%s(IDX:0)\\n' 1 7 2 tesla:8
+    ;;
   srun)
     while [[ $1 == -* ]]; do shift; done
     for rank in 0 1; do
@@ -289,3 +315,7 @@ def test_every_node_has_its_own_rank_and_the_same_address(place: Path, tmp_path:
     assert {(o["--num_processes"], o["--num_machines"], o["--main_process_ip"]) for o in options} == {("4", "2", "127.0.0.1")}
     assert len({o["--main_process_port"] for o in options}) == 1
     assert json.loads((place / "runs" / "with stubs" / "status.json").read_text())["launch"] == "slurm-77-0-0"
+    uneven = subprocess.run(["bash", SCRIPT, "../my config.yaml"], cwd=place / "over here", env={**environment, "SLURM_GPUS_ON_NODE": "7"},
+                            capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert uneven.returncode == 2
+    assert "the nodes have different numbers of GPUs (7, 8); ask for the same on each (--gpus-per-node)" in uneven.stdout
