@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from pretrain.collectives import bytes_sent
@@ -24,6 +23,8 @@ class Zero1(DDP):
     Options = Zero1Options
 
     def optimize(self, recipe: Recipe) -> Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # most of a second, which other strategies need not spend
+
         named = self.named_parameters()
         names = {id(p): name for name, p in named.items()}
 

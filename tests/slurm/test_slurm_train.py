@@ -265,7 +265,8 @@ def test_two_jobs_on_one_node(cluster: Cluster, place: Path, whole: Callable[...
 
 
 def test_tasks_of_an_array_have_runs_of_their_own(cluster: Cluster, place: Path) -> None:
-    environment = {"PYTHONPATH": str(ROOT / "tests"), "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": str(ROOT / ".venv")}
+    """With no environment active, and from another folder: the one beside the script's original is found."""
+    environment = {"PYTHONPATH": str(ROOT / "tests"), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
     job = cluster.submit("--array=3-4", "--nodes=1", SCRIPT, "my config.yaml", "train.max_steps=2", cwd=place, **environment)
     for task in (3, 4):
         folder = place / "runs" / f"my config-{task}"
