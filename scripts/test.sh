@@ -9,5 +9,5 @@ ruff check .
 ruff format --check .
 mypy
 shellcheck scripts/*.sh slurm/*.sbatch slurm/*.sh .ci/run
-# Three at a time: tests that launch wait as much as they work. A file stays together, with what its tests share; the longest come first.
-pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
+# Two at a time, as launches start one process after the other. A file stays together, with what its tests share; the longest come first.
+pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -24,7 +24,7 @@ MARK = "PRETRAIN_TEST_CLUSTER"  # in the environment of everything that is start
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel", "squeue")
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
 ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0  # seconds, on busy cores
+PATIENCE = 300.0  # seconds, on busy cores
 _CPUS = 4  # of each node, as it says; there are fewer
 
 

@@ -76,11 +76,14 @@ def wait_for_step(job: Job, folder: Path, step: int) -> None:
     job.until(f"step {step}", lambda: max((m["step"] for m in read_lines(folder / "metrics.jsonl")), default=0) >= step)
 
 
-def running(job: Job) -> list[psutil.Process]:
+def running(job: Job, rank: int | None = None) -> list[psutil.Process]:
+    """Its processes, or the trainer of that rank."""
     found = []
     for process in job.cluster.marked():
         with suppress(psutil.Error):
-            if process.environ().get("SLURM_JOB_ID") == job.number:
+            environment = process.environ()
+            trainer = "train.py" in " ".join(process.cmdline()[1:3]) and environment.get("RANK") == str(rank)
+            if environment.get("SLURM_JOB_ID") == job.number and (rank is None or trainer):
                 found.append(process)
     return found
 
@@ -171,7 +174,7 @@ def test_requeued_in_mid_step(cluster: Cluster, place: Path, whole: Callable[...
 def test_asked_before_there_is_anything_to_save(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """While everything is still being imported."""
     job = submit(cluster, place, "early")
-    job.until("a trainer", lambda: any("train.py" in " ".join(p.cmdline()[1:3]) for p in running(job)))
+    job.until("a trainer", lambda: running(job, 0))
     cluster.run("scancel", "--signal=USR1", job.number)
     job.wait_for("requeued, to go on from there")
     assert job.wait() == "COMPLETED", job.out
@@ -219,7 +222,7 @@ def test_a_rank_that_is_killed(cluster: Cluster, place: Path, whole: Callable[..
     folder = place / "runs" / "killed"
     job = submit(cluster, place, "killed", PACE="0.1")
     wait_for_step(job, folder, 15)
-    victim = next(p for p in running(job) if p.environ().get("RANK") == "1" and "train.py" in " ".join(p.cmdline()))
+    (victim,) = running(job, 1)
     victim.kill()
     assert job.wait() == "COMPLETED", job.out
     assert job.out.count("starting again, 1 of 3") == 1
