@@ -162,6 +162,9 @@ class Cluster:
             psutil.wait_procs(left, timeout=1)
 
 
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+
+
 class Job:
     """One that was submitted. Requeued, it stays the same."""
 
@@ -182,11 +185,18 @@ class Job:
 
     def wait(self, seconds: float = PATIENCE) -> str:
         """Its last state, once it is over and nothing of it runs any more."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-        return str(self.until("the job over", lambda: self.state if self.state in over else None, seconds))
+        return str(self.until("the job over", lambda: self.state if self.state in OVER else None, seconds))
 
     def wait_for(self, text: str, times: int = 1, seconds: float = PATIENCE) -> None:
-        self.until(f"{times} × {text!r}", lambda: self.out.count(text) >= times, seconds)
+        over = False
+
+        def said() -> bool:
+            nonlocal over
+            assert not over or self.out.count(text) >= times, f"it is over without {times} × {text!r}\n{self.out}"
+            over = self.state in OVER
+            return self.out.count(text) >= times
+
+        self.until(f"{times} × {text!r}", said, seconds)
 
     def until(self, what: str, happened: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         return _until(what, happened, seconds, lambda: f"{self.facts()}\n{self.out}\n{self.cluster.story()}")
