@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import ROOT, Cluster, Job, missing
-from launching import BIN, README, make_set, write_config
+from launching import BIN, README, make_set, read_lines, write_config
 
 from pretrain.runfolder import read_status
 
@@ -144,3 +144,19 @@ def test_the_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
         assert states == {"COMPLETED"}, job.out
     assert (read_status(tmp_path / "runs" / "cluster") or {})["state"] == "finished"
     assert len((tmp_path / "runs" / "rates" / "summary.md").read_text().splitlines()) == 4
+
+
+def test_a_sweep_that_grows_does_not_move_who_has_started(cluster: Cluster, tmp_path: Path) -> None:
+    """The K-th member is another one by the time that task K is requeued; what it began with is what it goes on with."""
+    make_set(tmp_path / "set")
+    write_config(tmp_path / "tiny.yaml", tmp_path / "set", run={"dir": "runs"}, model={"build": "faulty:model"}, train={"max_steps": 12})
+    (tmp_path / "rates.txt").write_text("optim.lr=1e-3\n")
+    job = cluster.submit("--array=1", "--nodes=1", str(ROOT / "slurm" / "sweep.sbatch"), "tiny.yaml", "rates.txt", cwd=tmp_path, PACE="0.1", **ENVIRONMENT)  # fmt: skip
+    runs = tmp_path / "runs" / "rates"
+    job.until("step 2", lambda: len(read_lines(runs / "tiny-lr=1e-3" / "metrics.jsonl")) >= 2)
+    (tmp_path / "rates.txt").write_text("optim.lr=2e-3\noptim.lr=1e-3\n")
+    cluster.run("scontrol", "requeue", f"{job.number}_1")
+    job.until("finished", lambda: (read_status(runs / "tiny-lr=1e-3") or {}).get("state") == "finished")
+    assert wait(job, 1) == {1: "COMPLETED"}, job.out
+    assert job.out.count("start 2: ") == 1
+    assert not (runs / "tiny-lr=2e-3").exists()
