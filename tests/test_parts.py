@@ -20,7 +20,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain import cli
-from pretrain.corpus import CorpusError, DatasetName, Settings, assemble, formats, merge, parts, prepare, sources, summary, tokenise
+from pretrain.corpus import (
+    CorpusError,
+    DatasetName,
+    PartsMissing,
+    Settings,
+    assemble,
+    formats,
+    merge,
+    parts,
+    preparation,
+    prepare,
+    sources,
+    summary,
+    tokenise,
+)
 from pretrain.corpus.documents import Document, Reading
 from pretrain.shards import ShardError, open_split, read_manifest
 from pretrain.tokenization import load, load_tokenizer
@@ -226,6 +240,17 @@ def test_what_was_made_of_other_sources_is_not_used(folder: Path, tmp_path: Path
     assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
+def test_a_part_made_again_of_newer_bytes_is_merged_with_them(folder: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        make(folder, output=tmp_path / "set", part=(number, 2))
+    change_a_letter(folder)
+    for number in (1, 2):
+        make(folder, output=tmp_path / "set", part=(number, 2))
+    make(folder, output=tmp_path / "whole")
+    assert merge(tmp_path / "set") == read_manifest(tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
 def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "set"
 
@@ -250,6 +275,58 @@ def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch:
     assert "parts of 2 and of 3" in refusal()
     with pytest.raises(CorpusError, match="holds 4 parts of an array job; pretrain merge"):
         make(folder, output=output)
+
+
+@pytest.mark.parametrize(
+    "names", [["small0.txt", "small1.txt", "small2.txt"], ["a.jsonl", "long.txt"]], ids=["nothing for part 2", "a share for each"]
+)
+def test_a_part_is_whole_when_its_process_says_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """Other tasks of the array look while it is still at work; what is left to it may yet fail."""
+    output, inputs = tmp_path / "set", [folder / name for name in names]
+    make(*inputs, output=output, part=(1, 2))
+    changed = preparation.Source.changed
+    asked: list[str] = []
+
+    def in_the_meantime(*_: Any) -> Any:
+        with pytest.raises(PartsMissing) as caught:
+            merge(output)
+        asked.append(str(caught.value))
+
+    def changing(source: Any) -> bool:
+        in_the_meantime()
+        return changed(source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation.Source, "changed", changing)
+        patch.setattr(preparation, "share", lambda *given: in_the_meantime() or parts.share(*given))
+        make(*inputs, output=output, part=(2, 2))
+    assert "part 2 is unfinished; run --part 2/2 again" in asked[-1]
+    make(*inputs, output=tmp_path / "whole")
+    assert merge(output) == read_manifest(tmp_path / "whole")
+    assert content(output) == content(tmp_path / "whole")
+
+
+def test_a_part_that_starts_again_while_the_others_merge(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        make(folder, output=tmp_path / "set", part=(number, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "refuse_foreign", lambda *given: merge(tmp_path / "set"))
+        make(folder, output=tmp_path / "set", part=(1, 2))
+    assert merge(tmp_path / "set") == read_manifest(tmp_path / "set")
+    make(folder, output=tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def test_a_part_survives_that_it_is_merged_before_its_process_has_ended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(folder, output=tmp_path / "set", part=(2, 2))
+    finish = parts.Part.finish
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Part, "finish", lambda part: (finish(part), merge(tmp_path / "set")))
+        make(folder, output=tmp_path / "set", part=(1, 2))
+    make(folder, output=tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def locked(folder: Path) -> Iterator[None]:
             finally:
                 # Files without a manifest keep their lock: it marks them as unfinished.
                 if (folder / MANIFEST).exists() or not _holds_files(folder):
-                    path.unlink()
+                    path.unlink(missing_ok=True)  # a part may have been merged already
                     with contextlib.suppress(OSError):
                         folder.rmdir()  # where nothing came of it
             return
@@ -95,8 +95,10 @@ def all_parts(folder: Path) -> list[Part]:
         different = [key for key in first if key != "part" and part.plan[key] != first[key]]
         if different:
             raise CorpusError(f"{folder}: part {number} was made with other {' and '.join(different)} than part 1; make it again")
-        if left := part.missing(share(units, number, count)):
-            raise PartsMissing(f"{folder}: part {number} is unfinished ({left:,} units are missing); run --part {number}/{count} again")
+        left = part.missing(share(units, number, count))
+        if left or not part.finished:
+            units_left = f" ({left:,} units are missing)" if left else ""
+            raise PartsMissing(f"{folder}: part {number} is unfinished{units_left}; run --part {number}/{count} again")
     return parts
 
 
@@ -121,5 +123,6 @@ def publish(parts: Sequence[Part], output: Path, workers: int) -> dict[str, Any]
             new.rename(output / new.name)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    shutil.rmtree(output / PARTS)
+    (output / PARTS).rename(building)  # gone at once: a part that starts again just now sees either all of it or the finished set
+    shutil.rmtree(building, ignore_errors=True)
     return manifest

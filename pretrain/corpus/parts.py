@@ -21,7 +21,7 @@ from pretrain.corpus.hub import read_dataset
 from pretrain.corpus.sources import BLOCK, DATASET, Source, block_hashes
 from pretrain.corpus.tokenise import RECORD, SPLITS, Task
 
-PLAN, JOURNAL = "plan.json", "journal.jsonl"
+PLAN, JOURNAL, FINISHED = "plan.json", "journal.jsonl", "finished"
 BATCH = 1 << 20  # characters of documents that this process reads for the workers
 BATCH_DOCUMENTS = 8192
 
@@ -134,6 +134,7 @@ class Part:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan: dict[str, Any] = json.loads((folder / PLAN).read_text("utf-8"))
+        self.finished = (folder / FINISHED).exists()
         self.done = self._read()
 
     @classmethod
@@ -158,6 +159,10 @@ class Part:
             file.write(json.dumps(result) + "\n")
         self.done[result["unit"], result["number"]] = result
 
+    def finish(self) -> None:
+        """Nothing more will be done, or go wrong. A journal with all units in it doesn't say so: a part may have none to do."""
+        (self.folder / FINISHED).touch()
+
     def missing(self, units: range) -> int:
         """How many of the units are not finished."""
         finished = {unit for (unit, _), result in self.done.items() if result["last"]}
@@ -170,6 +175,8 @@ class Part:
             for number, first, hashes in result["blocks"]:
                 if list(islice(block_hashes(sources[number], first * BLOCK), len(hashes))) != hashes:
                     stale.add(unit)
+        if stale:
+            (self.folder / FINISHED).unlink(missing_ok=True)
         self.done = {key: result for key, result in self.done.items() if key[0] not in stale}
 
     def in_order(self) -> list[Result]:
@@ -185,7 +192,7 @@ class Part:
                 except ValueError:
                     continue
                 if self._holds(result):
-                    done.setdefault((result["unit"], result["number"]), result)
+                    done[result["unit"], result["number"]] = result  # a later one is of newer bytes
         return done
 
     def _holds(self, result: Result) -> bool:

@@ -55,8 +55,10 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
         work = _Work(found, ignored, identified, settings.tokenizer, workers or cores())
         if part:
             folder = folder_of(output / PARTS, *part)
-            with locked(folder):
-                _make_part(folder, work, *part)
+            with _emptied(output / PARTS), locked(folder):
+                if not overwrite and (manifest := reusable(output, identified, found)):  # merged while we waited
+                    return manifest, True
+                _make_part(folder, work, *part).finish()
             return None, False
         with locked(output):
             if not overwrite and (manifest := reusable(output, identified, found)):  # made while we waited
@@ -74,11 +76,11 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
 def merge(output: Path, workers: int | None = None, overwrite: bool = False) -> dict[str, Any]:
     """Make the set of the parts that `prepare` with `part` has made of it. Returns its manifest. Raises CorpusError, PartsMissing."""
     with _told(output):
-        if not (output / PARTS).is_dir():
+        if not (output / PARTS).is_dir() and not (output / shards.MANIFEST).exists():
             raise CorpusError(f"{output} holds no parts; make them with pretrain prepare … --output {output} --part 1/8, 2/8 and so on")
         with locked(output):
             finished = shards.read_manifest(output)
-            if finished and not (output / PARTS).exists():  # merged while we waited
+            if finished and not (output / PARTS).exists():  # merged already, or while we waited
                 return finished
             if finished and not overwrite:
                 raise CorpusError(f"{output} holds a finished set beside the parts; add --overwrite to replace it")
@@ -98,6 +100,15 @@ def _told(output: Path) -> Iterator[None]:
         free = shutil.disk_usage(next(place for place in (output, *output.absolute().parents) if place.exists())).free
         kept = "what was tokenised is kept: free some space and run the same command to go on" if (output / PARTS).exists() else "free some"
         raise CorpusError(f"{output}: no space left ({free:,} bytes free); {kept}, or choose an --output on another disk") from error
+
+
+@contextlib.contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where nothing is left in it
 
 
 def _check_part(part: tuple[int, int], sources: Sequence[str], settings: Settings, dataset: DatasetName | None) -> None:
