@@ -136,6 +136,11 @@ class Train:
         None, "stop with a checkpoint before the launch is so old: `3h50m`, `45m`, `1d12h`; what saving takes is allowed for", free=True
     )
     hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
+    profile: str | None = key(
+        None,
+        "`START:STEPS`: trace so many updates after START, and time a few more after the last one part by part, into `logs/`",
+        free=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,40 @@ class Track:
 
 
 @dataclass(frozen=True)
+class Network:
+    """Links between processes, as `compare.network` makes them."""
+
+    bandwidth_gbit: float | None = None  # each way, of each process; None: as fast as it is
+    latency_ms: float = 0.0  # one way
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Read by `pretrain compare`; of a single run, `network` alone means something."""
+
+    dir: str = key("runs/compare", "the comparison's folder: its runs and its report", free=True)
+    kind: Literal["speed", "learning"] = key(
+        "speed", "`speed`: few updates, several times, in turn; `learning`: the same tokens for every member and several seeds", free=True
+    )
+    members: tuple[Mapping[str, Any], ...] = key(
+        (), "what is compared: `{name, any section.key, grid: {section.key: [values]}, processes}`", free=True
+    )
+    best_of: Mapping[str, Any] = key({}, "`section.key: [values]` that every member tries; each is reported at its best", free=True)
+    seeds: tuple[int, ...] = key((), "values of `run.seed` (default: the one of `run`)", free=True)
+    precisions: tuple[Literal["fp32", "bf16", "fp16"], ...] = key((), "values of `run.precision` (default: the one of `run`)", free=True)
+    processes: tuple[int, ...] = key((), "numbers of processes (default: one per GPU, or 2)", free=True)
+    accumulation: tuple[int, ...] = key((), "micro-batches per update and process (default: as `batch.micro` has it)", free=True)
+    scaling: Literal["strong", "weak"] = key(
+        "strong", "over numbers of processes, `batch.tokens` stays (`strong`), or is per process (`weak`)", free=True
+    )
+    repetitions: int = key(3, "`speed`: launches of every member, in turn", free=True)
+    skip_steps: int = key(5, "`speed`: first updates of a launch, which are not counted", free=True)
+    network: Network | None = key(  # noqa: RUF009 — None is no default to share
+        None, "`{bandwidth_gbit, latency_ms}`: emulate such links between the processes of this machine", free=True
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     run: Run = field(default_factory=Run)
     data: Data = field(default_factory=Data)
@@ -173,6 +212,7 @@ class Config:
     train: Train = field(default_factory=Train)
     strategy: Strategy = field(default_factory=Strategy)
     track: Track = field(default_factory=Track)
+    compare: Compare = field(default_factory=Compare)
 
     @property
     def init_seed(self) -> int:
@@ -324,6 +364,13 @@ def to_dict(cfg: Any) -> Any:
     return [to_dict(v) for v in cfg] if isinstance(cfg, tuple | list) else cfg
 
 
+def as_run(cfg: Config) -> dict[str, Any]:
+    """`to_dict` of a single run, to which of a comparison only its network matters."""
+    sections: dict[str, Any] = to_dict(cfg)
+    network = sections.pop("compare")["network"]
+    return sections | ({"compare": {"network": network}} if network else {})
+
+
 def identity(cfg: Config) -> dict[str, Any]:
     """The keys that decide what is computed, flat; data sets count by fingerprint, which the checkpoint compares itself."""
     return {
@@ -358,17 +405,17 @@ def _read_override(override: str, tree: dict[str, Any], errors: list[str]) -> No
     elif not equals or "." not in name:
         errors.append(f"{override}: expected section.key=value, for example train.max_steps=100")
     else:
+        if re.fullmatch(r"\d+:\d+", text):
+            text = f"'{text}'"  # YAML 1.1 reads 20:5 as a number to the base of sixty
         try:
             value = OmegaConf.to_container(OmegaConf.create(f"value: {text}" if text.strip() else "value: ''"))["value"]  # type: ignore[index,call-overload]
         except Exception:  # as in load
             value = text
-        if name.startswith("strategy.options."):
-            given = tree.get("strategy.options") or {}
-            if not isinstance(given, Mapping):  # reported when the section is built
-                return
-            tree["strategy.options"] = {**given, name.removeprefix("strategy.options."): value}
-        else:
+        mapping = next((key for key in ("strategy.options", "compare.network") if name.startswith(f"{key}.")), None)
+        if mapping is None:
             tree[name] = value
+        elif isinstance(given := tree.get(mapping) or {}, Mapping):  # anything else is reported when the section is built
+            tree[mapping] = {**given, name.removeprefix(f"{mapping}."): value}
 
 
 def _build_section(prefix: str, cls: type, tree: Mapping[str, Any], errors: list[str]) -> Any:
@@ -388,6 +435,8 @@ def _convert(value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint == tuple[Source, ...]:
         return _convert_sources(value)
+    if hint is Network:
+        return _convert_network(value)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
@@ -447,6 +496,16 @@ def _convert_sources(value: Any) -> tuple[Source, ...]:
     return tuple(sources)
 
 
+def _convert_network(value: Any) -> Network:
+    if not isinstance(value, Mapping) or not set(value) <= {"bandwidth_gbit", "latency_ms"}:
+        raise ValueError(f"expected a mapping of bandwidth_gbit and latency_ms; found {value!r}")
+    numbers = {name: None if number is None else _convert(number, float) for name, number in value.items()}
+    bandwidth, latency = numbers.get("bandwidth_gbit"), numbers.get("latency_ms") or 0.0
+    if (bandwidth is not None and bandwidth <= 0) or latency < 0:
+        raise ValueError(f"expected a bandwidth above 0 and a latency of 0 or more; found {value!r}")
+    return Network(bandwidth, latency)
+
+
 def _contradictions(cfg: Config) -> list[str]:
     """Impossible values and combinations, one line each."""
     found = []
@@ -485,6 +544,8 @@ def _contradictions(cfg: Config) -> list[str]:
             found.append(f"{name}: must lie between 0 and 1, found {value}")
     if t.time_limit is not None and duration(t.time_limit) is None:
         found.append(f"train.time_limit: expected a duration such as 3h50m, 45m or 1d12h, found {t.time_limit!r}")
+    if t.profile is not None and profile_window(t.profile) is None:
+        found.append(f"train.profile: expected START:STEPS in quotes, such as '20:5'; found {t.profile!r}")
     if "/" in cfg.run.name or cfg.run.name in (".", ".."):
         found.append(f"run.name: must be one folder name, found {cfg.run.name!r}; run.dir is where it goes")
     return found
@@ -496,6 +557,12 @@ def duration(text: str) -> float | None:
     if not match or not any(match.groups()):
         return None
     return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
+
+
+def profile_window(text: str) -> range | None:
+    """The updates of `START:STEPS`: START + 1 … START + STEPS; None for what is no window."""
+    match = re.fullmatch(r"(\d+):([1-9]\d*)", text.strip())
+    return range(int(match[1]) + 1, int(match[1]) + int(match[2]) + 1) if match else None
 
 
 def _check_options(cfg: Config, options: Mapping[str, type]) -> list[str]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from pretrain import checkpoint, document_mask, launch, machine, runfolder
 from pretrain import model as models
-from pretrain.config import Config, Layout, duration, everything_hash, layout, to_dict
+from pretrain.config import Config, Layout, as_run, duration, everything_hash, layout, to_dict
 from pretrain.launched import Launched, forget_plugins
 from pretrain.loader import Loader, Sets, open_sets
 from pretrain.optim import make_recipe
@@ -155,7 +155,7 @@ def _open(job: Job, found: Start, facts: dict[str, Any], notes: list[str], began
     if job.cfg.train.hang_timeout:  # start-up and saving may wait long for the slowest; from here on a rank that stays away is lost
         set_timeout(job.cfg.train.hang_timeout + _AFTER_THE_WATCH, leave_out=job.saver.group)
     if job.is_main:
-        runfolder.record_config(job.cfg.folder, to_dict(job.cfg), facts)
+        runfolder.record_config(job.cfg.folder, as_run(job.cfg), facts)
     warming = job.clock.other["warm-up"]
     job.say(f"ready for step {step + 1:,} after {time.perf_counter() - began:.1f}s, of them {warming:.1f}s compiling and warming up")
 
@@ -227,7 +227,7 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
     for leftover in folder.glob("*.json.*.tmp"):  # of a file that was being replaced
         leftover.unlink()
     job.ledger = runfolder.Lines(folder / "ledger.jsonl", job.say)
-    for line in runfolder.record_config(folder, to_dict(cfg), facts):
+    for line in runfolder.record_config(folder, as_run(cfg), facts):
         job.say(f"changed since the last start: {line}")
     if files := runfolder.record_code(folder):
         job.say(f"code changed since the first start: {', '.join(files)}")

@@ -15,10 +15,13 @@ from omegaconf import OmegaConf
 
 from pretrain.config import (
     PRESETS,
+    Compare,
     Config,
     ConfigError,
     Layout,
+    Network,
     Source,
+    as_run,
     build_options,
     duration,
     everything_hash,
@@ -26,6 +29,7 @@ from pretrain.config import (
     identity_hash,
     layout,
     load,
+    profile_window,
     replace,
     smaller_micro,
     to_dict,
@@ -201,6 +205,31 @@ def test_impossible_epochs_are_refused(write: Write, bad: str) -> None:
     assert complaints(write({"train.max_steps": None}), f"train.epochs={bad}")[0].startswith("train.epochs")
 
 
+def test_a_network_is_given_as_a_mapping_or_by_its_keys(write: Write) -> None:
+    network = Network(bandwidth_gbit=0.5, latency_ms=10.0)
+    assert load(write({"compare.network": {"bandwidth_gbit": 0.5, "latency_ms": 10}})).compare.network == network
+    assert load(write({}), ["compare.network.bandwidth_gbit=0.5", "compare.network.latency_ms=10"]).compare.network == network
+    assert load(write({"compare.network": {"bandwidth_gbit": 2}}), ["compare.network.bandwidth_gbit=0.5"]).compare.network == Network(0.5)
+    assert load(write({})).compare.network is None
+    for bad in ("bandwidth_gbit=0", "latency_ms=-1", "speed=3", "bandwidth_gbit=fast"):
+        (line,) = complaints(write({}), f"compare.network.{bad}")
+        assert line.startswith("compare.network: expected a "), line
+
+
+def test_of_a_comparison_a_run_keeps_the_network_alone(write: Write) -> None:
+    assert "compare" not in as_run(load(write({"compare.members": [{"name": "ddp"}]})))
+    assert as_run(load(write({"compare.seeds": 3, "compare.network": {"bandwidth_gbit": 2}})))["compare"] == {
+        "network": {"bandwidth_gbit": 2.0, "latency_ms": 0.0}
+    }
+
+
+def test_what_is_profiled_is_a_start_and_a_number_of_updates(write: Write) -> None:
+    assert profile_window("20:3") == range(21, 24)
+    assert load(write({}), ["train.profile=20:3"]).train.profile == "20:3"  # and not a number to the base of sixty
+    for bad in ("20", "20:0", "-1:3", "a:b"):
+        assert complaints(write({}), f"train.profile='{bad}'")[0].startswith("train.profile: expected START:STEPS")
+
+
 def test_contradictions_name_their_keys(write: Write) -> None:
     for changes, words in (
         ({"model.n_layer": 2}, "either a preset or n_layer"),
@@ -348,10 +377,12 @@ FREE = {
     "data": {"stage_to"},
     "batch": {"micro"},
     "train": {"log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "keep_every", "sample_every", "sample_prompt",
-              "compile", "nonfinite", "hang_timeout", "check_replicas_every", "async_checkpoint", "time_limit", "spike", "rollbacks"},
+              "compile", "nonfinite", "hang_timeout", "check_replicas_every", "async_checkpoint", "time_limit", "spike", "rollbacks",
+              "profile"},
     "model": {"activation_checkpointing"},
     "strategy": {"name", "options", "shard_size", "replicas", "simulate"},
     "track": {"wandb", "tensorboard", "project", "tags"},
+    "compare": {key.name for key in dataclasses.fields(Compare)},
 }  # fmt: skip
 
 
