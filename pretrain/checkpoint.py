@@ -238,7 +238,7 @@ def delete(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what an interrupted save left. Only for the run folder's owner."""
+    """Remove what interrupted or failed saves left. Only for the run folder's owner, while nothing is being saved."""
     for path in folder.glob("step_*.tmp"):
         shutil.rmtree(path)
 

@@ -93,6 +93,7 @@ class Saver:
 
     def _rotate(self, step: int) -> None:
         try:
+            checkpoint.clean(self.folder)  # a save that failed may have been unable to remove what it had made
             checkpoint.rotate(self.folder, step, self.train.keep_last, self.train.keep_every, self.damaged)
         except OSError as error:
             self.say(f"step {step:,}: an old checkpoint could not be deleted: {error}; delete it by hand")

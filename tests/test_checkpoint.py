@@ -172,6 +172,16 @@ def test_how_a_save_went_is_told_once(tmp_path: Path, beside: bool) -> None:
     assert saver.step == 0
 
 
+def test_what_a_failed_save_could_not_remove_goes_with_the_next(tmp_path: Path) -> None:
+    """On a folder that was read-only for a while."""
+    left = tmp_path / "step_00000004.tmp"
+    left.mkdir()
+    saver = Saver(tmp_path, None, Train(), 9, lambda line: None)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    assert saver.wait() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
+
+
 def test_a_full_disk_is_named_and_the_old_checkpoint_stands(small_disk: Path) -> None:
     old = save_one(small_disk, 1)
     with pytest.raises(CheckpointError, match=r"cannot write .*step_00000002\.tmp: rank 0: .*(No space left on device|os error 28)"):
