@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 # Dense peak FLOP/s with fp32 accumulation: (name as CUDA reports it, 16-bit, fp32 through TF32), as the makers' data sheets have them,
 # without sparsity. RTX and MI300X are from memory: check these rows before you quote an MFU.
@@ -53,6 +54,7 @@ class Clock:
         self.train_seconds = train_seconds  # cumulative over restarts
         self.other: dict[str, float] = {}  # "evaluation", "checkpoint", "warm-up", "sample": seconds since this start
         self.data_seconds = 0.0  # of the current interval
+        self.parts: dict[str, float] | None = None  # seconds of each part of an update, where they are measured
         self._mark = time.perf_counter()
         self._paused = 0.0
 
@@ -74,10 +76,21 @@ class Clock:
             self._paused += seconds
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.data_seconds += time.perf_counter() - start
+    def part(self, name: str) -> Iterator[None]:
+        """A part of an update, named in traces; the wait for `data` is always timed, others where `parts` asks, which waits for the device."""
+        start = self._now()
+        with record_function(name):
+            yield
+        seconds = self._now() - start
+        if name == "data":
+            self.data_seconds += seconds
+        if self.parts is not None:
+            self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    def _now(self) -> float:
+        if self.parts is not None:
+            self._synchronize()
+        return time.perf_counter()
 
     def interval(self) -> tuple[float, float]:
         """(training seconds, of them waiting for data) since the last call. Call it after the interval's host synchronisation."""

@@ -138,16 +138,18 @@ def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, Ste
     """One optimiser update. Returns the batch, this rank's loss sum and the step's result, the last two still on the device."""
     strategy = job.strategy
     set_lr(strategy.optimizer, lr_at(step, job.cfg.optim, job.layout.steps))  # a pure function: no scheduler to save or mis-step
-    with job.clock.waiting_for_data():
+    with job.clock.part("data"):
         batch = job.loader.global_batch(position)  # knows the global number of targets before the first backward
     loss_total = torch.zeros((), device=job.clock.device)
-    for micro in batch:
-        seed_forward(job.cfg.run.seed, step, micro.index, job.clock.device)
-        with strategy.accumulate(job.model, last=micro.last):
-            loss_sum, _ = job.model(micro.inputs, micro.targets)
-            strategy.backward(loss_sum / batch.tokens)
-        loss_total += loss_sum.detach()
-    return batch, loss_total, strategy.step(job.cfg.optim.grad_clip)
+    with job.clock.part("compute"):
+        for micro in batch:
+            seed_forward(job.cfg.run.seed, step, micro.index, job.clock.device)
+            with strategy.accumulate(job.model, last=micro.last):
+                loss_sum, _ = job.model(micro.inputs, micro.targets)
+                strategy.backward(loss_sum / batch.tokens)
+            loss_total += loss_sum.detach()
+    with job.clock.part("optimizer"):
+        return batch, loss_total, strategy.step(job.cfg.optim.grad_clip)
 
 
 def seed_forward(seed: int, step: int, micro_index: int, device: torch.device) -> None:

@@ -39,7 +39,7 @@ def test_evaluations_and_saves_are_not_training_time(at: FakeTime) -> None:
     with clock.apart("evaluation"):
         at.now += 5
     at.now += 1
-    with clock.waiting_for_data():
+    with clock.part("data"):
         at.now += 0.5
     with clock.apart("checkpoint"):
         at.now += 30
@@ -51,6 +51,23 @@ def test_evaluations_and_saves_are_not_training_time(at: FakeTime) -> None:
     assert clock.interval() == (2.0, 0.0)
     assert clock.train_seconds == 105.5
     assert clock.other == {"warm-up": 7.0, "evaluation": 11.0, "checkpoint": 30.0}
+
+
+def test_the_parts_of_an_update_are_timed_where_that_is_asked_for(at: FakeTime) -> None:
+    clock = Clock(CPU, 0.0)
+
+    def update() -> None:
+        for name, seconds in (("data", 0.5), ("compute", 4.0), ("optimizer", 1.0)):
+            with clock.part(name):
+                at.now += seconds
+
+    update()
+    assert clock.parts is None
+    clock.parts = {}
+    update()
+    update()
+    assert clock.parts == {"data": 1.0, "compute": 8.0, "optimizer": 2.0}
+    assert clock.data_seconds == 1.5
 
 
 def test_time_apart_counts_when_it_ends_badly(at: FakeTime) -> None:
