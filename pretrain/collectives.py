@@ -1,35 +1,17 @@
-"""How many bytes the collectives of this process really move: every call is seen where it is issued, then a model of the network is applied."""
+"""How many bytes the collectives of this process really move, by a model of the network; and how a step goes without them."""
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
-# PyTorch's operator -> (kind, the argument whose bytes are the payload). The payload is the whole tensor that the group makes or shares;
-# for gather and scatter, where only the root holds that, one rank's part; for all_to_all one rank's input.
-_OPERATORS = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "allgather_": ("all_gather", "output_tensors"),
-    "_allgather_base_": ("all_gather", "output_tensor"),
-    "allgather_coalesced_": ("all_gather", "output_lists"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "output_tensors"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-}
+from pretrain.interception import Call, add, intercepted, remove
+
 # Kind -> how often a rank passes on its (W−1)/W of the payload, W being the size of the group.
 _RING = {
     "all_reduce": 2,
@@ -74,51 +56,29 @@ class Collective:
 class CollectiveCounter:
     """`with CollectiveCounter() as counter: …` records what this process issues meanwhile; barriers carry nothing and are not recorded.
 
-    Leave out the groups that carry votes and Python objects. One counter at a time in a process.
+    Leave out the groups that carry votes and Python objects. Inside `without_collectives` it records what would have been sent; the other
+    way round it records what is still sent.
     """
-
-    # Everything ends in PyTorch's c10d operators: calls of torch.distributed, DDP's reducer, communication hooks, ZeroRedundancyOptimizer,
-    # FSDP, DeepSpeed, functional collectives, compiled code. A TorchDispatchMode (as in CommDebugMode) is thread-local: it follows a
-    # backward into autograd's threads, but not a future's callbacks into gloo's threads, where PowerSGD issues its second all-reduce, and
-    # it keeps torch.compile out. So these operators get a kernel under BackendSelect, a key that every thread passes: it holds for the
-    # process, whichever thread issues the call.
-
-    _counting = False  # in this process: the kernels of a second counter would replace those of the first
 
     def __init__(self, leave_out: Collection[dist.ProcessGroup] = ()) -> None:
         self.collectives: list[Collective] = []
         self._left_out = {group.group_name for group in leave_out}
-        self._library: torch.library.Library
 
     def __enter__(self) -> "CollectiveCounter":
-        if CollectiveCounter._counting:
-            raise RuntimeError("another CollectiveCounter is counting in this process")
-        CollectiveCounter._counting = True
-        self._library = torch.library.Library("c10d", "IMPL")
-        for name in _OPERATORS:
-            self._library.impl(name, self._recording(name), "BackendSelect", with_keyset=True)
+        add(self._see)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._library._destroy()
-        CollectiveCounter._counting = False
+        remove(self._see)
 
     def sent(self, network: str) -> int:
         """Bytes that this rank sends on a "ring" or on "gloo" for all that was recorded; in the mean where a collective has a root."""
         return sum(collective.sent(network) for collective in self.collectives)
 
-    def _recording(self, name: str) -> Callable[..., Any]:
-        operator = getattr(torch.ops.c10d, name).default
-        arguments = [argument.name for argument in operator._schema.arguments]
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-        kind, carrier = _OPERATORS[name]
-
-        def kernel(keys: torch._C.DispatchKeySet, *values: Any) -> Any:
-            given = dict(zip(arguments, values, strict=False))  # defaults at the end may be missing
-            self._record(kind, list(tensors_in(given[carrier])), dist.ProcessGroup.unbox(given["process_group"]))
-            return operator.redispatch(keys & below, *values)
-
-        return kernel
+    def _see(self, call: Call, proceed: Callable[[], Any]) -> Any:
+        if call.kind != "barrier":
+            self._record(call.kind, call.carried, call.group)
+        return proceed()
 
     def _record(self, kind: str, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         if group.group_name not in self._left_out:
@@ -126,10 +86,67 @@ class CollectiveCounter:
             self.collectives.append(Collective(kind, payload, tensors[0].dtype, group.group_name, group.size()))
 
 
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """Of a tensor, a list of tensors, or a list of lists."""
-    if isinstance(nested, Tensor):
-        yield nested
-    else:
-        for part in nested:
-            yield from tensors_in(part)
+@contextmanager
+def without_collectives(leave_out: Collection[dist.ProcessGroup] = ()) -> Iterator[None]:
+    """Collectives on other groups than these are done at once and without the network, so that a step can be timed without them.
+
+    A rank sees its own part wherever there would be another's, and its own sum: the numbers are finite, and of no other use. Replicas part
+    and sharded weights are spoilt: nothing should be trained or saved afterwards. Enter it while no collective is under way.
+    """
+    left_out = {group.group_name for group in leave_out}
+
+    def alone(call: Call, proceed: Callable[[], Any]) -> Any:
+        if call.group.group_name in left_out:
+            return proceed()
+        for target, own in _own_parts(call):
+            _copy(target, own)
+        return call.returning(_finished(call.outputs))
+
+    with intercepted(alone):
+        yield
+
+
+# torch's fake process group would do for timing, but its futures hold no tensors, which DDP and its communication hooks take from there.
+def _finished(outputs: list[Tensor]) -> dist.Work:
+    """A collective that has ended; on GPUs, once what was issued before it has run."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=list({t.device for t in outputs if t.is_cuda}))
+    future.set_result(outputs)
+    return _create_work_from_future(future)  # type: ignore[no-any-return]
+
+
+def _own_parts(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """(output, what of this rank's own input goes there). Sums, broadcasts and messages are left as they are."""
+    outputs, inputs, *_ = call.given.values()
+    size, rank = call.group.size(), call.group.rank()
+    match call.operator:
+        case "allgather_" | "gather_":  # the latter without outputs where nothing is gathered
+            for slots, own in zip(outputs, inputs, strict=False):
+                yield from ((slot, own) for slot in slots)
+        case "allgather_coalesced_":
+            for slots in outputs:
+                yield from zip(slots, inputs, strict=True)
+        case "_allgather_base_" | "allgather_into_tensor_coalesced_":
+            for output, own in zip(_listed(outputs), _listed(inputs), strict=True):
+                yield from ((slot, own) for slot in output.view(size, -1))
+        case "reduce_scatter_" | "scatter_":  # the latter without inputs away from the root, where the output may be any memory
+            if not inputs:
+                yield from ((output, torch.zeros_like(output)) for output in outputs)
+            yield from ((output, parts[rank]) for output, parts in zip(outputs, inputs, strict=False))
+        case "_reduce_scatter_base_" | "reduce_scatter_tensor_coalesced_":
+            for output, whole in zip(_listed(outputs), _listed(inputs), strict=True):
+                yield output, whole.view(size, -1)[rank]
+        case "alltoall_" | "alltoall_base_":
+            yield from zip(_listed(outputs), _listed(inputs), strict=True)
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _copy(target: Tensor, own: Tensor) -> None:
+    """As far as it goes. Past autograd, as a collective writes: FSDP gathers into memory that a backward still looks at."""
+    if target.numel() == own.numel():
+        target.data.copy_(own.data.reshape(target.shape))
+    else:  # all_to_all with unequal splits
+        count = min(target.numel(), own.numel())
+        target.data.zero_().view(-1)[:count] = own.data.reshape(-1)[:count]

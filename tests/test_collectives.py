@@ -2,14 +2,17 @@
 
 import ctypes
 import fcntl
+import importlib.util
+import math
 import multiprocessing
 import os
 import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from pretrain.collectives import Collective, CollectiveCounter, bytes_sent
+from pretrain.collectives import Collective, CollectiveCounter, bytes_sent, without_collectives
+from pretrain.strategies import STRATEGIES
 
 Totals = dict[str, int]  # kind -> payload bytes
 Primitives = dict[str, Callable[[], Any]]
@@ -192,11 +196,116 @@ def test_a_group_can_be_left_out_and_counting_ends(ranks: Ranks) -> None:
         assert groups == both
 
 
-def test_a_second_counter_at_once_is_refused() -> None:
-    with CollectiveCounter(), pytest.raises(RuntimeError, match="another CollectiveCounter"), CollectiveCounter():
-        pass
-    with CollectiveCounter():
-        pass
+def alone(numel: int) -> dict[str, tuple[list[float], list[str]]]:
+    """name -> (the result's first number of every part, what went on to the network)."""
+    dist.init_process_group("gloo")
+    control = dist.new_group(backend="gloo")
+    assert control
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    with CollectiveCounter() as below, without_collectives([control]):
+        for name, (outputs, issue) in filled(numel, rank, world).items():
+            issue()
+            found[name] = [float(t.view(-1)[0]) for t in outputs], [c.kind for c in below.collectives]
+        works = [dist.all_reduce(torch.full((3,), float(rank)), async_op=True), dist.barrier(async_op=True)]
+        found["asynchronously"] = works[0].get_future().then(lambda done: done.value()[0]).wait().tolist(), []
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+        dist.monitored_barrier()
+        assert not below.collectives
+        votes = torch.tensor([float(rank)])
+        dist.all_reduce(votes, group=control)
+        found["left out"] = votes.tolist(), [c.kind for c in below.collectives]
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    found["afterwards"] = total.tolist(), []
+    return found
+
+
+def filled(numel: int, rank: int, world: int) -> dict[str, tuple[list[torch.Tensor], Callable[[], Any]]]:
+    """name -> (where the result goes, the call). A rank's input is its rank, in the chunk for rank k plus k/10."""
+    own = torch.full((numel // world,), float(rank))
+    chunks = [own + k / 10 for k in range(world)]
+    whole, single = torch.cat(chunks), torch.full((numel,), math.nan)
+    parts, part = list(torch.full((numel,), math.nan).chunk(world)), torch.full((numel // world,), math.nan)
+    uneven = [1] * (world - 1) + [numel - world + 1]
+    received, copy = torch.full((world * uneven[rank],), math.nan), whole.clone()
+    at_root = lambda tensors: tensors if rank == 0 else None  # noqa: E731
+    return {
+        "all_reduce": ([copy], lambda: dist.all_reduce(copy)),
+        "all_reduce coalesced": ([copy], lambda: dist.all_reduce_coalesced([copy, copy])),
+        "broadcast": ([copy], lambda: dist.broadcast(copy, 1)),
+        "reduce": ([copy], lambda: dist.reduce(copy, 1)),
+        "all_gather": (parts, lambda: dist.all_gather(parts, own)),
+        "all_gather into a tensor": ([*single.chunk(world)], lambda: dist.all_gather_into_tensor(single, own)),
+        "gather": (parts if rank == 0 else [own], lambda: dist.gather(own, at_root(parts))),
+        "reduce_scatter": ([part], lambda: dist.reduce_scatter(part, chunks)),
+        "reduce_scatter of a tensor": ([part], lambda: dist.reduce_scatter_tensor(part, whole)),
+        "scatter": ([part], lambda: dist.scatter(part, at_root(chunks))),
+        "all_to_all": (parts, lambda: dist.all_to_all(parts, chunks)),
+        "all_to_all of a tensor": ([*single.chunk(world)], lambda: dist.all_to_all_single(single, whole)),
+        "all_to_all with splits": ([received], lambda: dist.all_to_all_single(received, whole, [uneven[rank]] * world, uneven)),
+        "send": ([copy], lambda: [w.wait() for w in dist.batch_isend_irecv([dist.P2POp(dist.isend, copy, (rank + 1) % world)])]),
+        "recv": ([copy], lambda: dist.recv(copy, (rank + 1) % world)),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_without_collectives_a_rank_is_left_with_its_own(ranks: Ranks, world: int) -> None:
+    for rank, found in enumerate(ranks.run(alone, 120, size=world)):
+        chunks = [rank + k / 10 for k in range(world)]
+        left_alone, own, mine = [float(rank)], [float(rank)] * world, [chunks[rank]]
+        expected = {
+            **dict.fromkeys(("all_reduce", "all_reduce coalesced", "broadcast", "reduce", "send", "recv"), left_alone),
+            **dict.fromkeys(("all_gather", "all_gather into a tensor"), own),
+            "gather": own if rank == 0 else left_alone,
+            **dict.fromkeys(("reduce_scatter", "reduce_scatter of a tensor"), mine),
+            "scatter": mine if rank == 0 else [0.0],
+            **dict.fromkeys(("all_to_all", "all_to_all of a tensor"), chunks),
+            "all_to_all with splits": left_alone,
+            "asynchronously": [float(rank)] * 3,
+            "left out": [sum(range(world))],
+            "afterwards": [sum(range(world))],
+        }
+        assert {name: values for name, (values, _) in found.items()} == {name: pytest.approx(v) for name, v in expected.items()}
+        assert {name: sent for name, (_, sent) in found.items() if sent} == {"left out": ["all_reduce"]}
+
+
+def steps_alone(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[list[float], list[str], list[str], float]]:
+    """Of each: (losses and norms of three updates without collectives, what they would have sent, what they did send, a sum afterwards)."""
+    import drive
+
+    found = []
+    for k, overrides in enumerate(each):
+        job, progress = drive.begin(path, [*overrides, f"run.name=alone{k}"])
+        drive.steps(job, progress, 1)
+        control = [group for group in (job.control, job.saver.group) if group]
+        with CollectiveCounter(control) as below, without_collectives(control), CollectiveCounter(control) as above:
+            rows = drive.steps(job, progress, 3)
+        total = torch.ones(())
+        dist.all_reduce(total)
+        job.loader.close()
+        numbers = [row[key] for row in rows for key in ("loss", "grad_norm")]
+        found.append((numbers, [c.kind for c in above.collectives], [c.kind for c in below.collectives], float(total)))
+        drive.leave()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_strategy_steps_without_collectives(ranks: Ranks, config: Callable[..., Path], world: int) -> None:
+    options = {"ddp_powersgd": ["strategy.options.start_step=2"], "local_sgd": ["strategy.options.sync_every=2"],
+               "diloco": ["strategy.options.sync_every=2"], "deepspeed3": ["strategy.options.stage3_param_persistence_threshold=0"]}  # fmt: skip
+    names = [name for name, cls in STRATEGIES.items() if cls.processes[0] <= world <= cls.processes[1]]
+    if importlib.util.find_spec("deepspeed") is None:
+        names = [name for name in names if not name.startswith("deepspeed")]
+    each = [[f"strategy.name={name}", *options.get(name, [])] for name in names]
+    for found in ranks.run(steps_alone, config({"batch.micro": 1}), each, size=world):
+        for name, (numbers, issued, sent, total) in zip(names, found, strict=True):
+            assert all(map(math.isfinite, numbers)), f"{name}: {numbers}"
+            assert issued, name
+            assert not sent, f"{name}: {sent}"
+            assert total == world, name
 
 
 def test_a_ring_sends_what_patarasuk_and_yuan_say() -> None:
@@ -234,7 +343,10 @@ def measure(numel: int) -> dict[str, tuple[int, int]]:
     replicas = DistributedDataParallel(model(width), bucket_cap_mb=1)
     sharded = fully_shard(model(width))
     jobs = primitives(numel, dist.get_rank(), dist.get_world_size())
-    jobs |= {"DDP": lambda: loss(replicas, width).backward(), "FSDP2": lambda: loss(sharded, width).backward()}
+    families: Primitives = {"DDP": lambda: loss(replicas, width).backward(), "FSDP2": lambda: loss(sharded, width).backward()}
+    jobs |= families | {
+        f"{name} without collectives": lambda issue=issue: without_collectives()(issue)() for name, issue in families.items()
+    }
     found = {}
     for name, issue in jobs.items():
         issue()
@@ -264,7 +376,7 @@ def measure_alone(pipe: Connection, numel: int, worlds: list[int]) -> None:
 
 
 def test_gloo_sends_what_its_model_says() -> None:
-    """Within 3 %, which the headers stay below at 6 MB."""
+    """Within 3 %, which the headers stay below at 6 MB; and nothing but those of the barriers where there are no collectives."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=measure_alone, args=(theirs, 1200 * 1200, [2, 3]))
@@ -281,4 +393,4 @@ def test_gloo_sends_what_its_model_says() -> None:
     for by_rank in found:
         for name in by_rank[0]:
             moved, sent = by_rank[0][name][0], sum(of_rank[name][1] for of_rank in by_rank)
-            assert sent == pytest.approx(moved, rel=0.03), f"{name} on {len(by_rank)} ranks"
+            assert sent == pytest.approx(moved, rel=0.03, abs=20_000), f"{name} on {len(by_rank)} ranks"
