@@ -137,8 +137,11 @@ class Train:
     )
     hang_timeout: float = key(1800.0, "seconds without a finished step after which stacks are dumped and the run ends; 0 waits", free=True)
     profile: str | None = key(
-        None,
-        "`START:STEPS`: trace so many updates after START, and time a few more after the last one part by part, into `logs/`",
+        None, "`'START:STEPS'`: trace so many updates after update START into `logs/` (Perfetto), on GPUs with a memory snapshot", free=True
+    )
+    step_parts: bool = key(
+        False,
+        "after the last update, time a few more part by part, with their communication and without it, into `step_parts.json`",
         free=True,
     )
 

@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import config, evaluation, generation, launch, runfolder, tracking
+from pretrain import config, evaluation, generation, launch, runfolder, step_parts, tracking
 from pretrain import model as models
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import ConfigError
@@ -90,9 +91,15 @@ def train(job: Job, progress: Progress) -> str | None:
         save(job, progress, watch, must=False)
     while True:
         try:
-            return train_on(job, progress, watch)
+            reason = train_on(job, progress, watch)
         except GoBack as found:
             go_back(job, progress, watch, found)
+            continue
+        watch.tracer.end()
+        if reason is None and job.cfg.train.step_parts:
+            with job.clock.apart("step parts"):
+                step_parts.measure(job, replace(progress), partial(update, job))
+        return reason
 
 
 def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
@@ -119,8 +126,8 @@ def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
 
 def take_step(job: Job, progress: Progress, watch: Watch) -> bool:
     """One update and its records. False where fp16 overflowed and the same windows are to be tried again."""
-    with watch.hang:
-        step = progress.step + 1
+    step = progress.step + 1
+    with watch.tracer.step(step), watch.hang:
         progress.position = past(progress.passed_over, progress.position)
         batch, loss_sum, result = update(job, step, progress.position)
         record_windows(job, progress, batch)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pretrain.config import profile_window
 from pretrain.job import Job
 from pretrain.loader import GlobalBatch
 from pretrain.model import tensors_hash
@@ -21,6 +22,7 @@ from pretrain.resume import Progress
 from pretrain.spikes import Spikes
 from pretrain.strategies import StepResult
 from pretrain.throughput import peak_memory_bytes
+from pretrain.tracing import Tracer
 
 
 class NonFinite(RuntimeError):
@@ -45,6 +47,8 @@ class Watch:
     def __init__(self, job: Job, step: int) -> None:
         self.job = job
         self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
+        window = profile_window(job.cfg.train.profile) if job.cfg.train.profile else None
+        self.tracer = Tracer(window, job.cfg.folder / "logs", job.world.rank, job.clock)
         self.begin(step)
 
     def begin(self, step: int) -> None:

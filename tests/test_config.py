@@ -378,7 +378,7 @@ FREE = {
     "batch": {"micro"},
     "train": {"log_every", "eval_every", "eval_tokens", "checkpoint_every", "keep_last", "keep_every", "sample_every", "sample_prompt",
               "compile", "nonfinite", "hang_timeout", "check_replicas_every", "async_checkpoint", "time_limit", "spike", "rollbacks",
-              "profile"},
+              "profile", "step_parts"},
     "model": {"activation_checkpointing"},
     "strategy": {"name", "options", "shard_size", "replicas", "simulate"},
     "track": {"wandb", "tensorboard", "project", "tags"},
