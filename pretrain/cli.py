@@ -23,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["train"] and "--" in arguments:
         cut = arguments.index("--")
         arguments, launcher_flags = arguments[:cut], arguments[cut + 1 :]
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.verb is compare and sum((options.config is not None, bool(options.merge), options.parity)) != 1:
+        parser.error("compare: give either a config, --merge or --parity")
     options.launcher_flags = launcher_flags
     verb: Callable[[argparse.Namespace], int] = options.verb
     if verb is prepare:
@@ -137,9 +140,21 @@ def report(o: argparse.Namespace) -> int:
 
 
 def compare(o: argparse.Namespace) -> int:
-    from pretrain import parity
+    if o.parity:
+        from pretrain import parity
 
-    return 1 if parity.matrix(o.strategies, o.processes) else 0
+        return 1 if parity.matrix(o.strategies, o.processes) else 0
+    from pretrain import compare
+
+    if o.merge:
+        for path in compare.report(o.merge, o.output or o.merge[0] / "report"):
+            print(path)
+        return 0
+    try:
+        return compare.compare(o.config, o.overrides, lambda line: print(line, flush=True))
+    except compare.Interrupted:
+        print("interrupted; the same command goes on where it was", file=sys.stderr)
+        return 75
 
 
 def doctor(o: argparse.Namespace) -> int:
@@ -288,10 +303,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--wandb", action="store_true", help="rebuild the W&B runs from metrics.jsonl instead")
     p.add_argument("--project", default="pretrain", help="the W&B project")
 
-    p = add(compare, "the same work under every strategy", "pretrain compare --parity --strategies ddp,fsdp2 --processes 1,2")
-    p.add_argument("--parity", action="store_true", required=True, help="prove that they compute the same; status 1 where one does not")
-    p.add_argument("--strategies", type=_strategies, default="", help="names, with commas between (default: all)")
-    p.add_argument("--processes", type=_counts, default="1,2,4", help="numbers of processes (default %(default)s)")
+    p = add(
+        compare,
+        "the same work under every strategy, and a report of what came of it",
+        "pretrain compare configs/compare.yaml compare.repetitions=1\n  pretrain compare --parity --strategies ddp,fsdp2 --processes 1,2",
+    )
+    p.add_argument("config", type=Path, nargs="?", help="a YAML file with a section `compare`")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value")
+    p.add_argument(
+        "--merge", type=Path, nargs="+", metavar="DIR", help="instead: one report of several comparisons, made on different machines"
+    )
+    p.add_argument("--output", type=Path, help="of --merge (default: the first one's report/)")
+    p.add_argument("--parity", action="store_true", help="instead: prove that they compute the same; status 1 where one does not")
+    p.add_argument("--strategies", type=_strategies, default="", help="of --parity: names, with commas between (default: all)")
+    p.add_argument("--processes", type=_counts, default="1,2,4", help="of --parity: numbers of processes (default %(default)s)")
 
     p = add(
         doctor,

@@ -20,6 +20,13 @@ from pretrain.runfolder import Status, in_use, note_end, read_status
 TRAINER = Path(__file__).with_name("train.py")
 _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def end_with_parent() -> None:
+    """In a new child, before it becomes its program: a request to stop when its parent is gone."""
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def check(config_file: str, overrides: Sequence[str]) -> config.Config:
@@ -86,11 +93,9 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[
 
     A first signal asks, a second one ends everything at once.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc:  # orphans become our children, so that they can be waited for
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    follow_us = (lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)) if libc else None
-    launcher = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True, preexec_fn=follow_us)
+    if _LIBC:  # orphans become our children, so that they can be waited for
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    launcher = subprocess.Popen(command, env=environment, stderr=stderr, start_new_session=True, preexec_fn=end_with_parent)
     asked = False
 
     def forward(number: int, _: object) -> None:

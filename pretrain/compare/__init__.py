@@ -1,0 +1,88 @@
+"""`pretrain compare`: the same work under every strategy, launch by launch, and a report of what came of it."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pretrain.compare.members import Launch, Member, launches, members
+from pretrain.compare.reporting import PLAN, read, report
+from pretrain.compare.results import best_tried
+from pretrain.compare.running import Interrupted, run_all
+from pretrain.config import Config, load, to_dict
+from pretrain.runfolder import write_atomic
+from pretrain.strategies import OPTIONS
+
+__all__ = ["Interrupted", "compare", "report"]
+
+
+def compare(config_file: Path, overrides: Sequence[str], say: Callable[[str], None]) -> int:
+    """Exit status: 0, or 1 where a member failed, 2 where every one was refused. Raises ConfigError, Interrupted."""
+    cfg = load(config_file, overrides, OPTIONS)
+    folder = Path(cfg.compare.dir)
+    found, seeds = members(cfg), cfg.compare.seeds or (cfg.run.seed,)
+    tuned = bool(cfg.compare.best_of)
+    todo = launches(config_file, cfg, overrides, found, seeds[:1] if tuned else seeds)
+    _write_plan(folder, cfg, config_file, overrides, todo)
+    say(f"{len(found)} members, {len(todo)} launches into {folder}")
+    try:
+        run_all(todo, cfg.compare.kind, say)
+        if tuned and seeds[1:]:  # what was best with the first seed goes on with the others
+            best = {member for member, _ in best_tried(read(folder).rows).values()}
+            more = launches(config_file, cfg, overrides, [member for member in found if member.name in best], seeds[1:])
+            _write_plan(folder, cfg, config_file, overrides, [*todo, *more])
+            run_all(more, cfg.compare.kind, say)
+    finally:
+        files = report([folder], folder / "report")
+    for file in files:
+        say(str(file))
+    states = {row.state for row in read(folder).rows}
+    return 2 if states == {"refused"} else int("failed" in states)
+
+
+def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequence[str], planned: Sequence[Launch]) -> None:
+    plan = {
+        "kind": cfg.compare.kind,
+        "config_file": str(config_file),
+        "overrides": list(overrides),
+        "machine": machine(),
+        "scaling": cfg.compare.scaling,
+        "network": to_dict(cfg.compare.network),
+        "repetitions": cfg.compare.repetitions,
+        "skip_steps": cfg.compare.skip_steps,
+        "launches": [_described(launch, launch.member) for launch in planned],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / PLAN, json.dumps(plan, indent=1))
+
+
+def _described(launch: Launch, member: Member) -> dict[str, object]:
+    cfg = launch.cfg
+    return {
+        "member": member.name,
+        "group": member.group,
+        "base": member.base,
+        "strategy": member.strategy,
+        "values": member.values,
+        "tried": member.tried,
+        "processes": member.processes,
+        "precision": cfg.run.precision,
+        "batch_tokens": cfg.batch.tokens,
+        "micro": cfg.batch.micro,
+        "seed": launch.seed,
+        "repetition": launch.repetition,
+        "run": cfg.run.name,
+    }
+
+
+def machine() -> str:
+    """`2 × NVIDIA H100 80GB HBM3`, or `2 cores of AMD EPYC 7B13`."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    name = "an unknown CPU"
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{os.cpu_count()} cores of {name}"

@@ -1,0 +1,235 @@
+"""What a comparison consists of: the section `compare` turned into launches, each a whole config of its own with a run folder of its own.
+
+A launch is known by the hash of all that decides what it computes and how: another seed, member or repetition leaves the others done.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import Config, ConfigError, as_run, load, replace
+from pretrain.strategies import OPTIONS, STRATEGIES
+
+_OWN_KEYS = ("name", "grid", "processes", "baselines")
+_LOCAL = ("local_sgd", "diloco")
+# What a local method with M replicas is held against, for the same tokens: (name, factor on `batch.tokens`, on the updates, whether by ddp).
+# Douillard et al. 2023 (arXiv 2311.08105, table 2) have such rows, with one replica's batch as the unit; here the unit is all replicas'.
+_BASELINES = {
+    "same batch": (lambda M: 1.0, True),
+    "M × batch": (lambda M: float(M), True),
+    "M × updates": (lambda M: 1.0 / M, True),
+    "M = 1": (lambda M: 1.0, False),
+}
+
+Values = Mapping[str, Any]  # section.key -> value
+
+
+@dataclass(frozen=True)
+class Member:
+    """A row of the tables; its launches differ in seed and repetition alone."""
+
+    name: str
+    values: dict[str, Any]
+    processes: int
+    place: str  # where in the config, for messages
+    tried: dict[str, Any] = field(default_factory=dict)  # of `best_of`
+    group: str = ""  # the name without what is tried
+    base: str = ""  # the name without the number of processes
+
+    @property
+    def strategy(self) -> str:
+        return str(self.values.get("strategy.name"))
+
+
+@dataclass(frozen=True)
+class Launch:
+    member: Member
+    cfg: Config
+    seed: int
+    repetition: int
+
+    @property
+    def folder(self) -> Path:
+        return self.cfg.folder
+
+
+def members(cfg: Config) -> list[Member]:
+    """Raises ConfigError, one line for each mistake."""
+    errors: list[str] = []
+    found: list[Member] = []
+    if not cfg.compare.members:
+        raise ConfigError("compare.members: missing; write a list such as  - {name: ddp, strategy.name: ddp}")
+    for number, entry in enumerate(cfg.compare.members):
+        place = f"compare.members[{number}]" + (f" ({entry['name']})" if "name" in entry else "")
+        try:
+            found += [one for plain in _gridded(entry, place) for one in _with_baselines(plain, place, cfg)]
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("\n".join(errors))
+    found = [one for member in found for one in _multiplied(member, cfg)]
+    names = [member.name for member in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"compare.members: {len(twice)} names are used twice ({', '.join(twice)}); give each member a name of its own")
+    return found
+
+
+def _gridded(entry: Values, place: str) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...] | None, bool]]:
+    """(name, values, numbers of processes, whether with baselines) for every combination of a member's grid."""
+    if wrong := [key for key in entry if key not in _OWN_KEYS and not re.fullmatch(r"\w+\.\w+(\.\w+)?", str(key))]:
+        raise ConfigError(f"{place}: unknown key {wrong[0]!r}; expected {', '.join(_OWN_KEYS)}, or section.key")
+    values = {str(key): value for key, value in entry.items() if key not in _OWN_KEYS}
+    grid, name = entry.get("grid") or {}, str(entry.get("name") or values.get("strategy.name") or "")
+    if not name:
+        raise ConfigError(f"{place}: give it a name, or strategy.name")
+    if not isinstance(grid, Mapping) or not all(isinstance(tried, list) and tried for tried in grid.values()):
+        raise ConfigError(f"{place}: grid: expected section.key: [values], found {grid!r}")
+    counts = entry.get("processes")
+    counts = counts if counts is None or isinstance(counts, list) else [counts]
+    if counts is not None and not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ConfigError(f"{place}: processes: expected a number above 0, or a list of them; found {entry['processes']!r}")
+    for chosen in itertools.product(*grid.values()):
+        own = dict(zip(map(str, grid), chosen, strict=True))
+        yield _named(name, own), {**values, **own}, None if counts is None else tuple(counts), bool(entry.get("baselines"))
+
+
+def _named(name: str, own: Values) -> str:
+    return " ".join([name, *(f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in own.items())])
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _with_baselines(plain: tuple[str, dict[str, Any], tuple[int, ...] | None, bool], place: str, cfg: Config) -> Iterator[Member]:
+    name, values, counts, baselines = plain
+    strategy = str(values.get("strategy.name", cfg.strategy.name))
+    if strategy not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise ConfigError(f"{place}: strategy.name: expected one of {known}; found {strategy!r}")
+    values = {"strategy.name": strategy, **values}
+    counts = counts or cfg.compare.processes or (_default_processes(),)
+    if STRATEGIES[strategy].processes[1] == 1 or values.get("strategy.simulate"):
+        counts = (1,)
+    for count in dict.fromkeys(counts):
+        suffix = f" × {count}" if len(set(counts)) > 1 else ""
+        member = Member(name + suffix, values, count, place, base=name)
+        yield member
+        if baselines:
+            yield from _baselines(member, cfg)
+
+
+def _baselines(member: Member, cfg: Config) -> Iterator[Member]:
+    if member.strategy not in _LOCAL:
+        raise ConfigError(f"{member.place}: baselines are for {' and '.join(_LOCAL)}; {member.strategy} trains one copy already")
+    replicas = member.values.get("strategy.simulate") or member.values.get("strategy.replicas") or member.processes
+    batch, steps = _both(member.values, cfg)
+    for what, (factor, by_ddp) in _BASELINES.items():
+        values = {**member.values, "batch.tokens": round(batch * factor(replicas)), "train.max_steps": round(steps / factor(replicas))}
+        if by_ddp:
+            values = {key: value for key, value in values.items() if not key.startswith("strategy.")}
+            values["strategy.name"] = "ddp" if member.processes > 1 else "single"
+        else:
+            values |= {"strategy.replicas": 1} if member.processes > 1 else {"strategy.simulate": 1}
+        yield Member(f"{member.name}: {what}", values, member.processes, member.place, base=f"{member.base}: {what}")
+
+
+def _both(values: Values, cfg: Config) -> tuple[int, int]:
+    steps = values.get("train.max_steps", cfg.train.max_steps)
+    if steps is None:
+        raise ConfigError("compare.members: baselines need train.max_steps: they have other numbers of updates for the same tokens")
+    return int(values.get("batch.tokens", cfg.batch.tokens)), int(steps)
+
+
+def _default_processes() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def _multiplied(member: Member, cfg: Config) -> Iterator[Member]:
+    """× precisions × accumulation × what `best_of` tries."""
+    compare = cfg.compare
+    values = dict(member.values)
+    if compare.scaling == "weak":
+        smallest = min(compare.processes, default=member.processes)
+        values["batch.tokens"] = int(values.get("batch.tokens", cfg.batch.tokens)) * member.processes // smallest
+    for precision in compare.precisions or (None,):
+        for accumulation in compare.accumulation or (None,):
+            own = dict(values)
+            name = member.name
+            if precision is not None:
+                own["run.precision"] = precision
+                name += f" {precision}" if len(compare.precisions) > 1 else ""
+            if accumulation is not None:
+                own["batch.micro"] = _micro(own, cfg, member, accumulation)
+                name += f" accumulation {accumulation}" if len(compare.accumulation) > 1 else ""
+            for chosen in itertools.product(*compare.best_of.values()):
+                tried = dict(zip(map(str, compare.best_of), chosen, strict=True))
+                base = member.base + name.removeprefix(member.name)
+                yield Member(_named(name, tried), {**own, **tried}, member.processes, member.place, tried, name, _named(base, tried))
+
+
+def _micro(values: Values, cfg: Config, member: Member, accumulation: int) -> int:
+    tokens = int(values.get("batch.tokens", cfg.batch.tokens))
+    T = int(values.get("data.sequence_length", cfg.data.sequence_length))
+    sequences, rest = divmod(tokens, T * member.processes * accumulation)
+    if rest or not sequences:
+        raise ConfigError(
+            f"{member.place}: batch.tokens={tokens:,} does not divide into {member.processes} processes × {accumulation} micro-batches of whole "
+            f"sequences of {T:,}; change batch.tokens or compare.accumulation"
+        )
+    return sequences
+
+
+def launches(config_file: Path, cfg: Config, overrides: Sequence[str], found: Sequence[Member], seeds: Sequence[int]) -> list[Launch]:
+    """In the order in which they run: all members once, then all again. Raises ConfigError, one line for each mistake."""
+    rounds = [(seed, r) for seed in seeds for r in range(cfg.compare.repetitions if cfg.compare.kind == "speed" else 1)]
+    errors: dict[str, None] = {}
+    made = []
+    for seed, repetition in rounds:
+        for member in found:
+            values = {**_settings(cfg), **member.values, "run.seed": seed}
+            try:
+                one = load(config_file, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())], OPTIONS)
+            except ConfigError as error:
+                errors |= {f"{member.place}: {line}": None for line in str(error).splitlines()}
+                continue
+            made.append(_launch(one, cfg, member, seed, repetition))
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return made
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    """What every launch has beside its own: short ones are logged at every update and measured part by part."""
+    common: dict[str, Any] = {"track.wandb": cfg.track.wandb}
+    if cfg.compare.kind == "speed":
+        common |= {"train.step_parts": True, "train.eval_every": 0, "train.checkpoint_every": 0, "train.sample_every": 0}
+    return common
+
+
+def _launch(one: Config, cfg: Config, member: Member, seed: int, repetition: int) -> Launch:
+    network = {"compare": {"network": as_run(cfg).get("compare", {}).get("network")}}
+    sections = as_run(one) | network
+    for section, key in (("run", "name"), ("run", "dir"), ("run", "resume")):
+        sections[section].pop(key)
+    sections.pop("track")
+    known = hashlib.sha256(json.dumps([sections, member.processes], sort_keys=True).encode()).hexdigest()[:8]
+    plain = re.sub(r"[^\w.=+-]+", "-", member.name)[:60].strip("-")
+    name = f"{plain}-seed{seed}-{known}" + (f"-r{repetition + 1}" if cfg.compare.kind == "speed" else "")
+    one = replace(replace(one, "run.name", name), "run.dir", str(Path(cfg.compare.dir) / "runs"))
+    return Launch(member, one, seed, repetition)
+
+
+def tokens_of(cfg: Config) -> float:
+    """Tokens of a whole run, infinite where only the data knows."""
+    if cfg.train.max_tokens is not None:
+        return cfg.train.max_tokens
+    return cfg.batch.tokens * cfg.train.max_steps if cfg.train.max_steps is not None else math.inf

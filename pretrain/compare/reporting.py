@@ -1,0 +1,189 @@
+"""The report of one comparison, or of several made on different machines: index.html, report.md, results.csv, figures, appendix.tex."""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.compare import bandwidth, tables
+from pretrain.compare.appendix import appendix
+from pretrain.compare.blocks import Block, Heading, Table, Text, as_html, as_markdown
+from pretrain.compare.figures import compute_seconds, draw, sent_ring
+from pretrain.compare.results import LAST, ROUNDS, SEEDS, Row, Summary, best_tried, loss_after, read_row, summaries
+from pretrain.compare.verdict import verdict
+from pretrain.config import ConfigError
+
+PLAN = "comparison.json"
+TITLE = "The same work under every strategy"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    folder: Path
+    plan: Mapping[str, Any]
+    rows: list[Row]
+
+
+def read(folder: Path) -> Comparison:
+    """Raises ConfigError for what is no folder of a comparison."""
+    try:
+        plan = json.loads((folder / PLAN).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: no comparison (it has no {PLAN}); pretrain compare CONFIG makes one") from None
+    shared = {key: plan[key] for key in ("kind", "machine")}
+    rows = [read_row({**shared, **launch}, folder / "runs" / launch["run"], plan["skip_steps"]) for launch in plan["launches"]]
+    return Comparison(folder, plan, rows)
+
+
+def report(folders: Sequence[Path], output: Path) -> list[Path]:
+    """Write it; returns the files. Raises ConfigError where comparisons of two kinds are to be one."""
+    comparisons = [read(folder) for folder in folders]
+    kinds = sorted({str(comparison.plan["kind"]) for comparison in comparisons})
+    if len(kinds) > 1:
+        raise ConfigError(f"comparisons of speed and of learning make two reports: {', '.join(map(str, folders))}")
+    output.mkdir(parents=True, exist_ok=True)
+    rows = [row for comparison in comparisons for row in _labelled(comparison, len(comparisons) > 1)]
+    after = _equal_time(rows) if kinds == ["learning"] else None
+    blocks = list(_blocks(comparisons, rows, after, output))
+    files = {"index.html": as_html(TITLE, blocks), "report.md": as_markdown(blocks), "appendix.tex": appendix(summaries(rows))}
+    for name, text in files.items():
+        (output / name).write_text(text, "utf-8")
+    _write_csv(rows, output / "results.csv")
+    return [output / name for name in (*files, "results.csv")]
+
+
+def _labelled(comparison: Comparison, several: bool) -> Iterator[Row]:
+    """Of several machines each keeps its rows."""
+    for row in comparison.rows:
+        if several:
+            row.member = f"{row.member} ({comparison.folder.name})"
+        yield row
+
+
+def _equal_time(rows: Sequence[Row]) -> float | None:
+    """Seconds that every run trained at least; fills in everybody's loss at that time."""
+    times = [row.numbers["train_seconds"] for row in rows if "train_seconds" in row.numbers]
+    if not times:
+        return None
+    for row in rows:
+        if row.run and (loss := loss_after(row.run, min(times))) is not None:
+            row.numbers["loss_after_time"] = loss
+    return min(times)
+
+
+def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float | None, output: Path) -> Iterator[Block]:
+    plan = comparisons[0].plan
+    best = best_tried(rows)
+    every = summaries(rows)
+    shown = [summary for summary in every if not summary.given.get("tried") or best.get(summary.given["group"], ("",))[0] == summary.member]
+    yield Heading(TITLE, 1)
+    yield from _opening(comparisons, every)
+    yield Heading("Verdict")
+    yield from verdict(shown, plan["kind"], plan["config_file"], plan["overrides"])
+    if plan["kind"] == "speed":
+        yield Heading("Speed")
+        yield Text(_speed_note(plan))
+        yield tables.speed(shown)
+        yield Heading("Where the time of an update goes")
+        yield Text("Medians over launches. " + "; ".join(_methods(rows)) + ".")
+        yield tables.parts(shown)
+    else:
+        yield Heading("Learning")
+        yield Text(
+            f"Every member saw the same number of tokens; losses are means over seeds ± their standard deviation, training losses of the last {LAST} "
+            f"logged updates. Fewer than {SEEDS} seeds, or {ROUNDS} rounds of a local method, say nothing: such cells are left open."
+        )
+        yield tables.learning(shown, after)
+    yield Heading("Memory, bytes, checkpoints")
+    yield Text(
+        "Memory is the largest of any rank: the allocator's peak on GPUs, the resident process on CPUs, Python and libraries included. Bytes are what a "
+        "rank sends for an update: by the strategy's formula, as counted where the collectives are issued with what the backend really sends for each "
+        "(gloo's reduce-scatter is an all-reduce), and with the same collectives as rings, as NCCL has them."
+    )
+    yield tables.footprint(shown)
+    if needed := _needed(shown):
+        yield Heading("Bandwidth needed")
+        yield Text(
+            "Between the processes, for a share of the time that goes into computing; by the model of the figure, with this machine's computing."
+        )
+        yield needed
+    if tuned := _tuned(best, every):
+        yield Heading("Tuned")
+        yield tuned
+    if open_ := tables.missing(shown):
+        yield Heading("What has no numbers")
+        yield open_
+    yield Heading("Figures")
+    yield from draw(shown, output)
+
+
+def _opening(comparisons: Sequence[Comparison], every: Sequence[Summary]) -> Iterator[Block]:
+    devices = {str(summary.facts.get("device", "")) for summary in every if summary.facts}
+    if any(device.startswith("cpu") for device in devices):
+        yield Text("Made on CPU: bytes, memory and loss carry over; speeds don't.", note=True)
+    for comparison in comparisons:
+        plan = comparison.plan
+        facts: Mapping[str, Any] = next((s.facts for s in every if s.facts and s.given["machine"] == plan["machine"]), {})
+        parameters = f", {facts['parameters'] / 1e6:.1f}M parameters" if facts.get("parameters") else ""
+        done = sum(row.state == "finished" for row in comparison.rows)
+        yield Text(
+            f"{plan['config_file']} on {plan['machine']}{parameters}: {done} of {len(comparison.rows)} launches finished. {_network(plan, facts)}"
+        )
+
+
+def _network(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    if not plan["network"]:
+        return "The network between processes is the machine's own."
+    network = plan["network"]
+    bandwidth_ = f"{network['bandwidth_gbit']:g} Gbit/s" if network["bandwidth_gbit"] else "its own bandwidth"
+    how = facts.get("network") or "as the runs' config.yaml says"
+    return f"The network between processes is emulated: {bandwidth_}, latency {network['latency_ms']:g} ms ({how})."
+
+
+def _speed_note(plan: Mapping[str, Any]) -> str:
+    weak = " Weak scaling: the batch grows with the processes." if plan["scaling"] == "weak" else ""
+    return (
+        f"Medians over {plan['repetitions']} launches of each member, which took turns; the first {plan['skip_steps']} updates of each are not counted. "
+        f"Evaluations and checkpoints are not in these times.{weak}"
+    )
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    from pretrain import step_parts
+
+    found = dict.fromkeys(
+        json.loads((row.folder / step_parts.FILE).read_text("utf-8"))["method"] for row in rows if (row.folder / step_parts.FILE).exists()
+    )
+    return [f"exposed communication: {method}" for method in found] or ["exposed communication was not measured"]
+
+
+def _needed(shown: Sequence[Summary]) -> Table | None:
+    rows = []
+    for summary in shown:
+        compute, sent = compute_seconds(summary), sent_ring(summary)
+        if compute and sent:
+            wanted = [bandwidth.needed(compute, sent, level) / bandwidth.GBIT for level in bandwidth.LEVELS]
+            rows.append([summary.member, *(f"{gbit:.3g} Gbit/s" for gbit in wanted)])
+    return Table(["member", *(f"{level:.0%}" for level in bandwidth.LEVELS)], rows) if rows else None
+
+
+def _tuned(best: Mapping[str, tuple[str, int]], every: Sequence[Summary]) -> Table | None:
+    given = {summary.member: summary.given for summary in every}
+    rows = [
+        [group, ", ".join(f"{key}={value}" for key, value in given[member]["tried"].items()), str(count)]
+        for group, (member, count) in best.items()
+    ]
+    return Table(["member", "best", "tried"], rows) if rows else None
+
+
+def _write_csv(rows: Sequence[Row], path: Path) -> None:
+    numbers = dict.fromkeys(key for row in rows for key in row.numbers)
+    given = ("machine", "strategy", "processes", "precision", "batch_tokens", "micro", "seed", "repetition", "run")
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["member", *given, "state", "reason", *numbers])
+        writer.writeheader()
+        for row in rows:
+            own = {key: row.given[key] for key in given}
+            writer.writerow({"member": row.member, **own, "state": row.state, "reason": row.reason, **row.numbers})

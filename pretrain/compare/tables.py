@@ -1,0 +1,152 @@
+"""The tables of a comparison. A column in which nobody has anything is left out; what is missing is a dash."""
+
+from collections.abc import Callable, Sequence
+
+from pretrain.compare.blocks import Table
+from pretrain.compare.results import PARTS, ROUNDS, SEEDS, Summary
+
+ABSENT = "–"
+BASES = ("ddp", "ddp_comm_bf16")  # 32-bit gradients flatter whatever compresses; the second base does not
+
+Cell = Callable[[Summary], str]
+
+
+def columns(summaries: Sequence[Summary], cells: dict[str, Cell]) -> Table:
+    found = {title: [cell(summary) for summary in summaries] for title, cell in cells.items()}
+    shown = {title: column for title, column in found.items() if set(column) != {ABSENT}}
+    return Table(list(shown), list(zip(*shown.values(), strict=True)))
+
+
+def speed(summaries: Sequence[Summary]) -> Table:
+    cells: dict[str, Cell] = {"member": name, "processes": processes, "tokens/s": number("tokens_per_second", "{:,.0f}".format),
+                              "lowest to highest": range_of("tokens_per_second", "{:,.0f}".format)}  # fmt: skip
+    for base in BASES:
+        cells[f"× {base}"] = ratio_to(base, summaries, "tokens_per_second")
+    cells["scaling efficiency"] = scaling(summaries)
+    cells["launches"] = lambda s: f"{len(s.finished)}" if len(s.finished) == len(s.rows) else f"{len(s.finished)} of {len(s.rows)}"
+    return columns(summaries, cells)
+
+
+def parts(summaries: Sequence[Summary]) -> Table:
+    """Where the time of an update goes, milliseconds."""
+    cells: dict[str, Cell] = {"member": name, "update": number("step_seconds", milliseconds)}
+    cells |= {part: number(f"{part}_seconds", milliseconds) for part in PARTS}
+    cells["exposed communication"] = share_of("communication_seconds", "step_seconds")
+    return columns(summaries, cells)
+
+
+def footprint(summaries: Sequence[Summary]) -> Table:
+    return columns(
+        summaries,
+        {
+            "member": name,
+            "peak memory per rank": number("peak_memory_bytes", megabytes),
+            "sent per update, by formula": number("sent_predicted", megabytes),
+            "counted": number("sent_measured", megabytes),
+            "as NCCL's rings": number("sent_ring", megabytes),
+            "checkpoint": number("checkpoint_bytes", megabytes),
+            "written in": number("checkpoint_seconds", "{:.2f} s".format),
+        },
+    )
+
+
+def learning(summaries: Sequence[Summary], after: float | None) -> Table:
+    cells: dict[str, Cell] = {
+        "member": name,
+        "tokens": number("tokens", "{:,.0f}".format),
+        "validation loss": loss("val_loss"),
+        "training loss": loss("loss"),
+        "training time": number("train_seconds", "{:,.0f} s".format),
+        "sent in all, per rank": number("wire_bytes_total", megabytes),
+        "replicas": number("replicas", "{:.0f}".format),
+        "tokens per replica": number("tokens_per_replica", "{:,.0f}".format),
+        "rounds": number("rounds", "{:.0f}".format),
+        "seeds": lambda s: f"{len(s.finished)}" if len(s.finished) == len(s.rows) else f"{len(s.finished)} of {len(s.rows)}",
+    }
+    if after is not None:
+        cells[f"training loss after {after:,.0f} s"] = loss("loss_after_time")
+    return columns(summaries, cells)
+
+
+def too_short(summary: Summary) -> str:
+    """Why what it learnt is not told; empty where it is."""
+    rounds = summary.middle("rounds")
+    if rounds is not None and rounds < ROUNDS:
+        return f"too short: {rounds:.0f} rounds"
+    if summary.finished and len({row.given["seed"] for row in summary.finished}) < SEEDS:
+        return f"too short: {len(summary.finished)} seed{'s' if len(summary.finished) > 1 else ''}"
+    return ""
+
+
+def missing(summaries: Sequence[Summary]) -> Table | None:
+    rows = [(summary.member, summary.reason) for summary in summaries if len(summary.finished) < len(summary.rows)]
+    return Table(["member", "why not"], rows) if rows else None
+
+
+def name(summary: Summary) -> str:
+    return summary.member
+
+
+def processes(summary: Summary) -> str:
+    return str(summary.given["processes"])
+
+
+def number(key: str, form: Callable[[float], str]) -> Cell:
+    return lambda summary: ABSENT if (value := summary.middle(key)) is None else form(value)
+
+
+def range_of(key: str, form: Callable[[float], str]) -> Cell:
+    return lambda s: f"{form(min(found))} to {form(max(found))}" if len(found := s.values(key)) > 1 else ABSENT
+
+
+def loss(key: str) -> Cell:
+    def cell(summary: Summary) -> str:
+        if why := too_short(summary):
+            return why
+        value, spread = summary.average(key), summary.spread(key)
+        return ABSENT if value is None else f"{value:.4f}" + (f" ± {spread:.4f}" if spread is not None else "")
+
+    return cell
+
+
+def ratio_to(base: str, summaries: Sequence[Summary], key: str) -> Cell:
+    """Against the member of that strategy with the same processes, precision and batch."""
+
+    def cell(summary: Summary) -> str:
+        value = summary.middle(key)
+        for other in summaries:
+            if other.given["strategy"] == base and comparable(other, summary) and value is not None and (found := other.middle(key)):
+                return f"{value / found:.2f}"
+        return ABSENT
+
+    return cell
+
+
+def comparable(one: Summary, other: Summary) -> bool:
+    return all(one.given[key] == other.given[key] for key in ("processes", "precision", "batch_tokens", "micro", "machine"))
+
+
+def scaling(summaries: Sequence[Summary]) -> Cell:
+    """Tokens/s per process, against the same group's on the fewest."""
+
+    def cell(summary: Summary) -> str:
+        family = [s for s in summaries if s.given["base"] == summary.given["base"] and s.given["machine"] == summary.given["machine"]]
+        least = min(family, key=lambda s: int(s.given["processes"]))
+        value, first = summary.middle("tokens_per_second"), least.middle("tokens_per_second")
+        if len({s.given["processes"] for s in family}) < 2 or value is None or not first:
+            return ABSENT
+        return f"{value / summary.given['processes'] / (first / least.given['processes']):.0%}"
+
+    return cell
+
+
+def share_of(key: str, whole: str) -> Cell:
+    return lambda s: ABSENT if (part := s.middle(key)) is None or not (all_of_it := s.middle(whole)) else f"{part / all_of_it:.0%}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.2f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"
