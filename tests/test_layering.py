@@ -28,13 +28,13 @@ LEVELS: tuple[set[str], ...] = (
         "document_mask",
         *CORPUS,
     },
-    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging"},
+    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging", "tracing"},
     {"resume", "saver", "precision", "export", "report", "inspection", "set_contents", "sweep"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},
-    {"watch"},
+    {"watch", "step_parts"},
     {"rollback"},
     {"train"},
-    {"parity", "doctor"},
+    {"parity", "doctor", "compare"},
     {"cli"},
 )
 # Top-level package -> the only modules that may import it.
@@ -44,7 +44,7 @@ WALLS = {
     "tiktoken": CORPUS,
     "pyarrow": CORPUS,
     "wandb": {"tracking", "report"},
-    "matplotlib": {"report", "histogram"},
+    "matplotlib": {"report", "histogram", "compare"},
     "accelerate": {"strategies", "tracking", "launch"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
