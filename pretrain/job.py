@@ -22,6 +22,7 @@ from pretrain import model as models
 from pretrain.config import Config, Layout, as_run, duration, everything_hash, layout, to_dict
 from pretrain.launched import Launched, forget_plugins
 from pretrain.loader import Loader, Sets, open_sets
+from pretrain.network.emulation import emulate
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
 from pretrain.ranks import agree, set_timeout, together
@@ -101,6 +102,7 @@ def start(
     _set_kernels(cfg)
     device = strategy.make_accelerator(cfg).device
     control, for_saving = (dist.new_group(backend="gloo") if world.size > 1 else None for _ in range(2))
+    emulated = emulate(cfg.compare.network, device.type, (control, for_saving))
 
     _own_folder(cfg, world, control)
     tell = say if world.rank == 0 else silent
@@ -132,10 +134,17 @@ def start(
     saver.step, saver.damaged, saver.seconds = progress.step, set(found.damaged), found.numbers.get("save_seconds", 0.0)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, saver, described, init_hash, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
-    facts = {"config_file": config_file.stem, "overrides": overrides, "parameters": parameters, "init_hash": init_hash, **_facts(job)}
+    facts = {
+        "config_file": config_file.stem,
+        "overrides": overrides,
+        "parameters": parameters,
+        "init_hash": init_hash,
+        **_facts(job),
+        **emulated.facts,
+    }
     end = numbers.steps * numbers.windows if numbers.last_position is None else numbers.last_position
     notes = [*notes, *sets.describe_mixture(end), *document_mask.note(module, device),
-             f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(),
+             f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(), *emulated.notes,
              *(f"{stream.name}: bare files in the format of {stream.format}, tokenizer {sets.tokenizer['name']}"
                for stream in (*sets.train, *sets.val) if stream.manifest is None),
              *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip

@@ -15,6 +15,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pretrain import config
+from pretrain.network import namespaces
 from pretrain.runfolder import Status, in_use, note_end, read_status
 
 TRAINER = Path(__file__).with_name("train.py")
@@ -65,8 +66,8 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
             flags = ["--config_file", str(_launcher_config(logs, processes)), *flags]
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags, str(TRAINER)]
     environment = _environment(processes)
-    with noise:
-        code, asked = _run([*command, config_file, *overrides], environment, noise.fileno())
+    with noise, namespaces.made(cfg, processes, launcher_flags) as network:
+        code, asked = _run([*command, config_file, *overrides], environment | network, noise.fileno())
     status = read_status(cfg.folder)
     if status is None or status.get("launch") != environment["PRETRAIN_LAUNCHED"]:
         if code == 0:  # we have finished, and the next launch has come

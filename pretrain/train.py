@@ -29,6 +29,7 @@ from pretrain.config import ConfigError
 from pretrain.job import Finished, Job, start
 from pretrain.launched import launched_strategy
 from pretrain.loader import GlobalBatch, evaluation_batches
+from pretrain.network import namespaces
 from pretrain.optim import lr_at, set_lr
 from pretrain.resume import Progress
 from pretrain.rollback import go_back, past
@@ -46,6 +47,7 @@ _LONGEST = 500  # characters of a reason: torch puts whole tensors into some mes
 def main(arguments: list[str]) -> int:
     try:
         world = launch.read_world()
+        namespaces.enter(world.local_rank)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED

@@ -28,7 +28,7 @@ LEVELS: tuple[set[str], ...] = (
         "document_mask",
         *CORPUS,
     },
-    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging", "tracing"},
+    {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging", "network", "tracing"},
     {"resume", "saver", "precision", "export", "report", "inspection", "set_contents", "sweep"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},
     {"watch", "step_parts"},
