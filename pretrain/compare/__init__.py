@@ -13,25 +13,18 @@ from pretrain.config import Config, load, to_dict
 from pretrain.runfolder import write_atomic
 from pretrain.strategies import OPTIONS
 
-__all__ = ["Interrupted", "compare", "report"]
+__all__ = ["Interrupted", "compare", "planned", "report"]
 
 
 def compare(config_file: Path, overrides: Sequence[str], say: Callable[[str], None]) -> int:
     """Exit status: 0, or 1 where a member failed, 2 where every one was refused. Raises ConfigError, Interrupted."""
-    cfg = load(config_file, overrides, OPTIONS)
+    cfg, todo = planned(config_file, overrides)
     folder = Path(cfg.compare.dir)
-    found, seeds = members(cfg), cfg.compare.seeds or (cfg.run.seed,)
-    tuned = bool(cfg.compare.best_of)
-    todo = launches(config_file, cfg, overrides, found, seeds[:1] if tuned else seeds)
-    _write_plan(folder, cfg, config_file, overrides, todo)
-    say(f"{len(found)} members, {len(todo)} launches into {folder}")
+    say(f"{len(todo)} launches into {folder}")
     try:
         run_all(todo, cfg.compare.kind, say)
-        if tuned and seeds[1:]:  # what was best with the first seed goes on with the others
-            best = {member for member, _ in best_tried(read(folder).rows).values()}
-            more = launches(config_file, cfg, overrides, [member for member in found if member.name in best], seeds[1:])
-            _write_plan(folder, cfg, config_file, overrides, [*todo, *more])
-            run_all(more, cfg.compare.kind, say)
+        if cfg.compare.best_of:
+            run_all(planned(config_file, overrides)[1], cfg.compare.kind, say)
     finally:
         files = report([folder], folder / "report")
     for file in files:
@@ -40,7 +33,24 @@ def compare(config_file: Path, overrides: Sequence[str], say: Callable[[str], No
     return 2 if states == {"refused"} else int("failed" in states)
 
 
-def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequence[str], planned: Sequence[Launch]) -> None:
+def planned(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[Launch]]:
+    """All launches, as far as they are known: of what is tuned, only the best goes on with seeds after the first, once all have been tried.
+
+    Writes comparison.json. Raises ConfigError.
+    """
+    cfg = load(config_file, overrides, OPTIONS)
+    found, seeds = members(cfg), cfg.compare.seeds or (cfg.run.seed,)
+    tuned, folder = bool(cfg.compare.best_of), Path(cfg.compare.dir)
+    todo = launches(config_file, cfg, overrides, found, seeds[:1] if tuned else seeds)
+    _write_plan(folder, cfg, config_file, overrides, todo)
+    if tuned and seeds[1:] and not any(row.state in ("not run", "running", "stopped") for row in read(folder).rows):
+        best = {member for member, _ in best_tried(read(folder).rows).values()}
+        todo += launches(config_file, cfg, overrides, [member for member in found if member.name in best], seeds[1:])
+        _write_plan(folder, cfg, config_file, overrides, todo)
+    return cfg, todo
+
+
+def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequence[str], todo: Sequence[Launch]) -> None:
     plan = {
         "kind": cfg.compare.kind,
         "config_file": str(config_file),
@@ -50,7 +60,7 @@ def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequenc
         "network": to_dict(cfg.compare.network),
         "repetitions": cfg.compare.repetitions,
         "skip_steps": cfg.compare.skip_steps,
-        "launches": [_described(launch, launch.member) for launch in planned],
+        "launches": [_described(launch, launch.member) for launch in todo],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / PLAN, json.dumps(plan, indent=1))

@@ -58,25 +58,38 @@ def run(launch: Launch, kind: str) -> str:
     folder, name = launch.folder, launch.cfg.run.name
     if kind == "speed":  # the second half of a launch would not be one
         shutil.rmtree(folder, ignore_errors=True)
-    base = folder.parent.parent
-    for place in ("configs", "logs"):
-        (base / place).mkdir(parents=True, exist_ok=True)
-    config = base / "configs" / f"{name}.yaml"
-    OmegaConf.save(OmegaConf.create(as_run(launch.cfg)), config)
-    began = time.monotonic()
-    with open(base / "logs" / f"{name}.txt", "w", encoding="utf-8") as log:
+    config = write_config(launch)
+    log_file = folder.parent.parent / "logs" / f"{name}.txt"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_file, "w", encoding="utf-8") as log:
         status = _wait(subprocess.Popen(
             [sys.executable, "-m", "pretrain.cli", "train", str(config), "--", "--num_processes", str(launch.member.processes)],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent))  # fmt: skip
     if status == STOPPED:
         raise Interrupted
-    found = read_status(folder)
-    if status == 0 and found and found["state"] == "finished":
-        write_atomic(folder / DONE, json.dumps(_measured(folder, time.monotonic() - began)))
-        if kind == "speed":
-            shutil.rmtree(folder / "checkpoints")
-        return "finished"
-    return f"{found['state']}: {_first_line(found['reason'])}" if found else f"no run, see {log.name}"
+    return take_note(launch, kind) or f"no run, see {log_file}"
+
+
+def write_config(launch: Launch) -> Path:
+    """The launch's whole config, for `pretrain train`."""
+    config = launch.folder.parent.parent / "configs" / f"{launch.cfg.run.name}.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(as_run(launch.cfg)), config)
+    return config
+
+
+def take_note(launch: Launch, kind: str) -> str:
+    """Of a launch that has ended: how, in a few words; empty where there is no run. One that has finished is done from here on."""
+    folder, found = launch.folder, read_status(launch.folder)
+    if not found or found["state"] != "finished":
+        return f"{found['state']}: {found['reason'].splitlines()[0]}" if found and found["reason"] else ""
+    if not (folder / DONE).exists():
+        newest = newest_first(folder / "checkpoints")[0]
+        size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+        write_atomic(folder / DONE, json.dumps({"checkpoint_bytes": size}))
+    if kind == "speed":
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return "finished"
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> int:
@@ -95,12 +108,3 @@ def _wait(child: "subprocess.Popen[bytes]") -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return STOPPED if asked else status
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
-
-
-def _measured(folder: Path, wall: float) -> dict[str, float]:
-    newest = newest_first(folder / "checkpoints")[0]
-    return {"launch_seconds": wall, "checkpoint_bytes": sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())}

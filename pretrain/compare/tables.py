@@ -31,7 +31,7 @@ def parts(summaries: Sequence[Summary]) -> Table:
     """Where the time of an update goes, milliseconds."""
     cells: dict[str, Cell] = {"member": name, "update": number("step_seconds", milliseconds)}
     cells |= {part: number(f"{part}_seconds", milliseconds) for part in PARTS}
-    cells["exposed communication"] = share_of("communication_seconds", "step_seconds")
+    cells["exposed communication"] = exposed
     return columns(summaries, cells)
 
 
@@ -140,8 +140,11 @@ def scaling(summaries: Sequence[Summary]) -> Cell:
     return cell
 
 
-def share_of(key: str, whole: str) -> Cell:
-    return lambda s: ABSENT if (part := s.middle(key)) is None or not (all_of_it := s.middle(whole)) else f"{part / all_of_it:.0%}"
+def exposed(summary: Summary) -> str:
+    """Of the parts together: they were measured apart from training, whose updates may have had more of the machine, or less."""
+    found = {part: summary.middle(f"{part}_seconds") for part in PARTS}
+    total = sum(seconds or 0.0 for seconds in found.values())
+    return f"{(found['communication'] or 0.0) / total:.0%}" if total else ABSENT
 
 
 def milliseconds(seconds: float) -> str:

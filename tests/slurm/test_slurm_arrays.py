@@ -160,3 +160,27 @@ def test_a_sweep_that_grows_does_not_move_who_has_started(cluster: Cluster, tmp_
     assert wait(job, 1) == {1: "COMPLETED"}, job.out
     assert job.out.count("start 2: ") == 1
     assert not (runs / "tiny-lr=2e-3").exists()
+
+
+def test_a_comparison_as_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    """A member for more processes than the job has is told so; the last task writes the report; again, everything is done."""
+    make_set(tmp_path / "set")
+    compare = {"dir": "cmp", "repetitions": 1, "skip_steps": 2, "processes": 2,
+               "members": [{"strategy.name": "ddp"}, {"strategy.name": "single"}]}  # fmt: skip
+    write_config(tmp_path / "compare.yaml", tmp_path / "set", run={"dir": "runs"}, compare=compare)
+    script = str(ROOT / "slurm" / "compare.sbatch")
+    asked = subprocess.run(["bash", script, "compare.yaml"], cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)  # fmt: skip
+    assert asked.returncode == 0, asked.stderr
+    assert "sbatch --array=1-2%1 " in asked.stdout
+
+    job = cluster.submit("--array=1-2%1", "--nodes=2", "--ntasks-per-node=1", script, "compare.yaml", cwd=tmp_path, **ENVIRONMENT)
+    assert wait(job, 2) == {1: "COMPLETED", 2: "FAILED"}, job.out
+    assert "ddp on 2 processes, repetition 1: finished" in job.out
+    assert "single is for 1 process, and the job has 2" in job.out
+    assert "(this job fits --array=1)" in job.out
+    assert not (tmp_path / "cmp" / "report").exists()
+
+    rest = cluster.submit("--array=1-2%1", "--nodes=1", script, "compare.yaml", cwd=tmp_path, **ENVIRONMENT)
+    assert wait(rest, 2) == {1: "FAILED", 2: "COMPLETED"}, rest.out
+    assert "cmp/report/index.html" in rest.out
+    assert len((tmp_path / "cmp" / "report" / "results.csv").read_text().splitlines()) == 3
