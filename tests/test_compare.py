@@ -8,8 +8,10 @@ import re
 import shlex
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -205,9 +207,12 @@ def cells(folder: Path, table: str) -> dict[str, dict[str, str]]:
     return {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
 
 
-def made_report(tmp_path: Path, kind: str, *made: dict[str, Any], **more: Any) -> Path:
+def made_report(tmp_path: Path, kind: str, *made: dict[str, Any], figures: bool = False, **more: Any) -> Path:
+    """Drawing takes seconds."""
     tmp_path.mkdir(exist_ok=True)
-    reporting.report([plan(tmp_path, kind, *made, **more)], tmp_path / "report")
+    drawing = nullcontext() if figures else patch.object(reporting, "draw", return_value=[])
+    with drawing:
+        reporting.report([plan(tmp_path, kind, *made, **more)], tmp_path / "report")
     return tmp_path / "report"
 
 
@@ -275,10 +280,12 @@ def test_the_loss_after_equal_time(tmp_path: Path) -> None:
         tmp_path, "learning",
         *(learned("ddp", seed, 0.0, seconds=1.0) for seed in (1, 2, 3)),
         *(learned("fsdp2", seed, 0.0, seconds=2.0) for seed in (1, 2, 3)),
+        figures=True,
     )  # fmt: skip
     table = cells(found, "Learning")  # 28 s are ten updates of the first, six of the second
     assert table["ddp"]["training loss after 28 s"].startswith("4.1000")
     assert table["fsdp2"]["training loss after 28 s"].startswith("4.5000")
+    assert {path.stem for path in found.glob("*.png")} == {"loss_tokens", "loss_seconds", "loss_bytes"}
 
 
 def test_scaling_efficiency_is_against_the_fewest_processes(tmp_path: Path) -> None:
@@ -286,6 +293,7 @@ def test_scaling_efficiency_is_against_the_fewest_processes(tmp_path: Path) -> N
         tmp_path, "speed",
         {"member": "ddp × 2", "base": "ddp", "strategy": "ddp", "seconds": 1.0}, {"member": "ddp × 4", "base": "ddp", "strategy": "ddp", "processes": 4, "seconds": 0.625},
         {"member": "single", "processes": 1, "seconds": 1.0},
+        figures=True,
     )  # fmt: skip
     speed = cells(found, "Speed")
     assert [speed[name]["scaling efficiency"] for name in ("ddp × 2", "ddp × 4", "single")] == ["100%", "80%", "–"]
@@ -329,6 +337,7 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
         tmp_path, "speed",
         *({"member": name, "parts": (0.5, 0.2, 0.1, 0.0, 0.01), "seconds": seconds} for name, seconds in (("ddp", 1.0), ("a_strategy <b>", 2.0))),
         {"member": "zero1", "ran": False},
+        figures=True,
     )  # fmt: skip
     page = (found / "index.html").read_text()
     assert not re.search(r'(src|href)="(?!data:)', page), "index.html needs a file beside it"

@@ -29,6 +29,15 @@ batch: {tokens: 64, micro: 2}
 optim: {name: muon, lr: 1.0e-3}
 train: {max_steps: 8, log_every: 4, eval_every: 4, eval_tokens: 64, checkpoint_every: 4}
 """
+COMPARISON = (
+    TINY.replace("muon", "adamw")
+    + """
+compare:
+  repetitions: 1
+  skip_steps: 2
+  members: [{strategy.name: single}, {strategy.name: diloco, strategy.simulate: 2, strategy.options.sync_every: 2}]
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +48,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "configs/quickstart.yaml").write_text(TINY)
+    (folder / "configs/compare.yaml").write_text(COMPARISON)
     (folder / "my_texts").mkdir()
     letters = random.Random(0)
     words = ["".join(letters.choices("etaoinshrdlu", k=letters.randint(3, 9))) for _ in range(3000)]
@@ -79,6 +89,7 @@ def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path, forks: For
         run(sandbox, command, forks)
     assert (sandbox / "report/loss_steps.png").stat().st_size > 10_000
     assert (sandbox / "exported/mine/model.safetensors").exists()
+    assert re.search(r"(single|diloco) is fastest with", (sandbox / "runs/compare/report/report.md").read_text())
 
 
 def python_block(words: str) -> str:

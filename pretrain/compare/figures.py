@@ -76,7 +76,9 @@ def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summ
 
 
 def memory_against_speed(axes: Any, summaries: Sequence[Summary]) -> bool:
-    points = [(k, s, s.middle("peak_memory_bytes"), s.middle("tokens_per_second")) for k, s in enumerate(summaries)]
+    """Of launches that took turns: others may have had the machine at better or worse times."""
+    timed = [(k, s) for k, s in enumerate(summaries) if s.given["kind"] == "speed"]
+    points = [(k, s, s.middle("peak_memory_bytes"), s.middle("tokens_per_second")) for k, s in timed]
     found = [(k, s, memory / 1e9, speed) for k, s, memory, speed in points if memory is not None and speed is not None]
     if len(found) < 2:
         return False
