@@ -29,7 +29,7 @@ LEVELS: tuple[set[str], ...] = (
         *CORPUS,
     },
     {"model", "checkpoint", "tracking", "evaluation", "generation", "strategies", "token_bytes", "staging", "network", "tracing"},
-    {"resume", "saver", "precision", "export", "report", "inspection", "set_contents", "sweep"},
+    {"resume", "saver", "precision", "export", "report", "inspection", "set_contents", "sweep", "plan"},
     {"job", "evaluate_trained", "supervise", "set_inspection"},
     {"watch", "step_parts"},
     {"rollback"},
