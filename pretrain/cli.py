@@ -157,6 +157,12 @@ def compare(o: argparse.Namespace) -> int:
         return 75
 
 
+def plan(o: argparse.Namespace) -> int:
+    from pretrain import plan
+
+    return plan.plan(o.config, o.overrides, o.gpu, o.nodes, o.gpus_per_node, o.measured)
+
+
 def doctor(o: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch would write of ranks that do not come is a finding here
     from pretrain import doctor
@@ -317,6 +323,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--parity", action="store_true", help="instead: prove that they compute the same; status 1 where one does not")
     p.add_argument("--strategies", type=_strategies, default="", help="of --parity: names, with commas between (default: all)")
     p.add_argument("--processes", type=_counts, default="1,2,4", help="of --parity: numbers of processes (default %(default)s)")
+
+    p = add(
+        plan,
+        "before launching: will it fit, how fast, how many bytes, under every strategy",
+        "pretrain plan configs/gpt2-124m.yaml --gpu a100-80gb --gpus-per-node 8",
+    )
+    p.add_argument("config", help="a YAML file; its data need not be there")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value")
+    p.add_argument("--gpu", metavar="NAME", help="for example h100-80gb; an unknown name lists all (default: what is here)")
+    p.add_argument("--nodes", type=_at_least(1), default=1, help="default %(default)s")
+    p.add_argument("--gpus-per-node", type=_at_least(1), metavar="N", help="default: what is here, or 8 of --gpu")
+    p.add_argument("--measured", type=Path, metavar="FILE", help="rates in place of the table's, as `pretrain doctor` measures them")
 
     p = add(
         doctor,

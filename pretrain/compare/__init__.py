@@ -10,6 +10,7 @@ from pretrain.compare.reporting import PLAN, read, report
 from pretrain.compare.results import best_tried
 from pretrain.compare.running import Interrupted, run_all
 from pretrain.config import Config, load, to_dict
+from pretrain.plan import here, predict
 from pretrain.runfolder import write_atomic
 from pretrain.strategies import OPTIONS
 
@@ -51,6 +52,7 @@ def planned(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[L
 
 
 def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequence[str], todo: Sequence[Launch]) -> None:
+    predictions: dict[str, dict[str, object]] = {}
     plan = {
         "kind": cfg.compare.kind,
         "config_file": str(config_file),
@@ -60,14 +62,16 @@ def _write_plan(folder: Path, cfg: Config, config_file: Path, overrides: Sequenc
         "network": to_dict(cfg.compare.network),
         "repetitions": cfg.compare.repetitions,
         "skip_steps": cfg.compare.skip_steps,
-        "launches": [_described(launch, launch.member) for launch in todo],
+        "launches": [_described(launch, predictions) for launch in todo],
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / PLAN, json.dumps(plan, indent=1))
 
 
-def _described(launch: Launch, member: Member) -> dict[str, object]:
-    cfg = launch.cfg
+def _described(launch: Launch, predictions: dict[str, dict[str, object]]) -> dict[str, object]:
+    cfg, member = launch.cfg, launch.member
+    if member.name not in predictions:
+        predictions[member.name] = _predicted(cfg, member)
     return {
         "member": member.name,
         "group": member.group,
@@ -82,7 +86,16 @@ def _described(launch: Launch, member: Member) -> dict[str, object]:
         "seed": launch.seed,
         "repetition": launch.repetition,
         "run": cfg.run.name,
+        "predicted": predictions[member.name],
     }
+
+
+def _predicted(cfg: Config, member: Member) -> dict[str, object]:
+    """What the planner says of it beforehand; empty where it would be refused."""
+    found = predict(cfg, member.strategy, member.processes, here(None))
+    if found.refused:
+        return {}
+    return {"memory": found.memory, "peak_memory": found.peak_memory, "step_seconds": found.step_seconds, "sent": found.wire_bytes}
 
 
 def machine() -> str:

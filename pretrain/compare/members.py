@@ -6,9 +6,8 @@ A launch is known by the hash of all that decides what it computes and how: anot
 import hashlib
 import itertools
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from pretrain.strategies import OPTIONS, STRATEGIES
 
 _OWN_KEYS = ("name", "grid", "processes", "baselines")
 _LOCAL = ("local_sgd", "diloco")
-# What a local method with M replicas is held against, for the same tokens: (name, factor on `batch.tokens`, on the updates, whether by ddp).
+# What a local method with M replicas is held against, for the same tokens: name -> (factor on `batch.tokens`, by which
+# the updates are divided, whether by ddp).
 # Douillard et al. 2023 (arXiv 2311.08105, table 2) have such rows, with one replica's batch as the unit; here the unit is all replicas'.
-_BASELINES = {
+_BASELINES: dict[str, tuple[Callable[[int], float], bool]] = {
     "same batch": (lambda M: 1.0, True),
     "M × batch": (lambda M: float(M), True),
     "M × updates": (lambda M: 1.0 / M, True),
@@ -68,7 +68,8 @@ def members(cfg: Config) -> list[Member]:
     for number, entry in enumerate(cfg.compare.members):
         place = f"compare.members[{number}]" + (f" ({entry['name']})" if "name" in entry else "")
         try:
-            found += [one for plain in _gridded(entry, place) for one in _with_baselines(plain, place, cfg)]
+            for member in _written(entry, place, cfg):
+                found += [member, *(_baselines(member, cfg) if entry.get("baselines") else ())]
         except ConfigError as error:
             errors.append(str(error))
     if errors:
@@ -80,23 +81,37 @@ def members(cfg: Config) -> list[Member]:
     return found
 
 
-def _gridded(entry: Values, place: str) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...] | None, bool]]:
-    """(name, values, numbers of processes, whether with baselines) for every combination of a member's grid."""
+def _written(entry: Values, place: str, cfg: Config) -> Iterator[Member]:
+    """Every combination of the entry's grid, on every number of processes."""
+    name, values, grid, counts = _checked(entry, place, cfg)
+    for chosen in itertools.product(*grid.values()):
+        own = dict(zip(map(str, grid), chosen, strict=True))
+        every = {**values, **own}
+        strategy = str(every["strategy.name"])
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"{place}: strategy.name: expected one of {', '.join(STRATEGIES)}; found {strategy!r}")
+        alone = STRATEGIES[strategy].processes[1] == 1 or every.get("strategy.simulate")
+        several = dict.fromkeys((1,) if alone else counts)
+        for count in several:
+            base = _named(name, own)
+            yield Member(base + (f" × {count}" if len(several) > 1 else ""), every, count, place, base=base)
+
+
+def _checked(entry: Values, place: str, cfg: Config) -> tuple[str, dict[str, Any], Mapping[str, list[Any]], list[int]]:
+    """(name, values, grid, numbers of processes)."""
     if wrong := [key for key in entry if key not in _OWN_KEYS and not re.fullmatch(r"\w+\.\w+(\.\w+)?", str(key))]:
         raise ConfigError(f"{place}: unknown key {wrong[0]!r}; expected {', '.join(_OWN_KEYS)}, or section.key")
-    values = {str(key): value for key, value in entry.items() if key not in _OWN_KEYS}
-    grid, name = entry.get("grid") or {}, str(entry.get("name") or values.get("strategy.name") or "")
+    values = {"strategy.name": cfg.strategy.name, **{str(key): value for key, value in entry.items() if key not in _OWN_KEYS}}
+    grid, name = entry.get("grid") or {}, str(entry.get("name") or entry.get("strategy.name") or "")
     if not name:
         raise ConfigError(f"{place}: give it a name, or strategy.name")
     if not isinstance(grid, Mapping) or not all(isinstance(tried, list) and tried for tried in grid.values()):
         raise ConfigError(f"{place}: grid: expected section.key: [values], found {grid!r}")
-    counts = entry.get("processes")
-    counts = counts if counts is None or isinstance(counts, list) else [counts]
-    if counts is not None and not all(isinstance(count, int) and count > 0 for count in counts):
+    counts = entry.get("processes") or list(cfg.compare.processes) or [_default_processes()]
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(isinstance(count, int) and count > 0 for count in counts):
         raise ConfigError(f"{place}: processes: expected a number above 0, or a list of them; found {entry['processes']!r}")
-    for chosen in itertools.product(*grid.values()):
-        own = dict(zip(map(str, grid), chosen, strict=True))
-        yield _named(name, own), {**values, **own}, None if counts is None else tuple(counts), bool(entry.get("baselines"))
+    return name, values, grid, counts
 
 
 def _named(name: str, own: Values) -> str:
@@ -105,24 +120,6 @@ def _named(name: str, own: Values) -> str:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _with_baselines(plain: tuple[str, dict[str, Any], tuple[int, ...] | None, bool], place: str, cfg: Config) -> Iterator[Member]:
-    name, values, counts, baselines = plain
-    strategy = str(values.get("strategy.name", cfg.strategy.name))
-    if strategy not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise ConfigError(f"{place}: strategy.name: expected one of {known}; found {strategy!r}")
-    values = {"strategy.name": strategy, **values}
-    counts = counts or cfg.compare.processes or (_default_processes(),)
-    if STRATEGIES[strategy].processes[1] == 1 or values.get("strategy.simulate"):
-        counts = (1,)
-    for count in dict.fromkeys(counts):
-        suffix = f" × {count}" if len(set(counts)) > 1 else ""
-        member = Member(name + suffix, values, count, place, base=name)
-        yield member
-        if baselines:
-            yield from _baselines(member, cfg)
 
 
 def _baselines(member: Member, cfg: Config) -> Iterator[Member]:
@@ -226,10 +223,3 @@ def _launch(one: Config, cfg: Config, member: Member, seed: int, repetition: int
     name = f"{plain}-seed{seed}-{known}" + (f"-r{repetition + 1}" if cfg.compare.kind == "speed" else "")
     one = replace(replace(one, "run.name", name), "run.dir", str(Path(cfg.compare.dir) / "runs"))
     return Launch(member, one, seed, repetition)
-
-
-def tokens_of(cfg: Config) -> float:
-    """Tokens of a whole run, infinite where only the data knows."""
-    if cfg.train.max_tokens is not None:
-        return cfg.train.max_tokens
-    return cfg.batch.tokens * cfg.train.max_steps if cfg.train.max_steps is not None else math.inf

@@ -103,6 +103,12 @@ def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float
         "(gloo's reduce-scatter is an all-reduce), and with the same collectives as rings, as NCCL has them."
     )
     yield tables.footprint(shown)
+    if len((composition := tables.memory(shown)).header) > 2:
+        yield Text(
+            "What the memory consists of, as `pretrain plan` has it: tensors alone, each part at its largest, and together at the worst moment. A "
+            "resident process on a CPU is no measure of it."
+        )
+        yield composition
     if needed := _needed(shown):
         yield Heading("Bandwidth needed")
         yield Text(

@@ -32,6 +32,7 @@ def parts(summaries: Sequence[Summary]) -> Table:
     cells: dict[str, Cell] = {"member": name, "update": number("step_seconds", milliseconds)}
     cells |= {part: number(f"{part}_seconds", milliseconds) for part in PARTS}
     cells["exposed communication"] = exposed
+    cells["update, predicted / measured"] = lambda s: _ratio(s, "step_seconds", "step_seconds")
     return columns(summaries, cells)
 
 
@@ -44,10 +45,37 @@ def footprint(summaries: Sequence[Summary]) -> Table:
             "sent per update, by formula": number("sent_predicted", megabytes),
             "counted": number("sent_measured", megabytes),
             "as NCCL's rings": number("sent_ring", megabytes),
+            "formula / rings": _over("sent_predicted", "sent_ring"),
             "checkpoint": number("checkpoint_bytes", megabytes),
             "written in": number("checkpoint_seconds", "{:.2f} s".format),
         },
     )
+
+
+def memory(summaries: Sequence[Summary]) -> Table:
+    """What the planner says that it consists of, each part at its largest, and what was measured."""
+    known = dict.fromkeys(part for s in summaries for part in (s.given.get("predicted") or {}).get("memory", {}))
+    cells: dict[str, Cell] = {"member": name}
+    cells |= {part: predicted("memory", part) for part in known}
+    cells |= {"together, predicted": predicted("peak_memory"), "measured": number("peak_memory_bytes", megabytes)}
+    cells["predicted / measured"] = lambda s: (
+        ABSENT if str(s.facts.get("device")).startswith("cpu") else _ratio(s, "peak_memory", "peak_memory_bytes")
+    )
+    return columns(summaries, cells)
+
+
+def predicted(key: str, part: str = "") -> Cell:
+    def cell(summary: Summary) -> str:
+        value = (summary.given.get("predicted") or {}).get(key)
+        value = value.get(part) if part and value else value
+        return ABSENT if value is None else megabytes(value)
+
+    return cell
+
+
+def _ratio(summary: Summary, key: str, measured: str) -> str:
+    said, found = (summary.given.get("predicted") or {}).get(key), summary.middle(measured)
+    return ABSENT if said is None or not found else f"{said / found:.2f}"
 
 
 def learning(summaries: Sequence[Summary], after: float | None) -> Table:
@@ -93,6 +121,10 @@ def processes(summary: Summary) -> str:
 
 def number(key: str, form: Callable[[float], str]) -> Cell:
     return lambda summary: ABSENT if (value := summary.middle(key)) is None else form(value)
+
+
+def _over(key: str, other: str) -> Cell:
+    return lambda s: ABSENT if (value := s.middle(key)) is None or not (base := s.middle(other)) else f"{value / base:.2f}"
 
 
 def range_of(key: str, form: Callable[[float], str]) -> Cell:
