@@ -355,6 +355,21 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
     assert r"version of torch & 2.13\_0" in tex
 
 
+def test_the_report_says_how_a_network_was_emulated(tmp_path: Path) -> None:
+    asked = {"bandwidth_gbit": 0.5, "latency_ms": 3.0}
+    plan(tmp_path, "speed", {"member": "ddp"}, network=asked)
+    run_config = tmp_path / "runs" / "0" / "config.yaml"
+    found = yaml.safe_load(run_config.read_text())
+    found["facts"]["network"] = {**asked, "bandwidth_by": "namespaces", "latency_by": "collective layer", "without_namespaces": None}
+    run_config.write_text(yaml.safe_dump(found))
+    with patch.object(reporting, "draw", return_value=[]):
+        reporting.report([tmp_path], tmp_path / "report")
+    assert (
+        "The network between processes is emulated: 0.5 Gbit/s each way by network namespaces, 3 ms one way by holding collectives back;"
+        in (tmp_path / "report/report.md").read_text()
+    )
+
+
 def test_a_launch_whose_numbers_were_not_taken_is_unfinished(tmp_path: Path) -> None:
     write_status(tmp_path / "run", "finished")
     row = read_row({"member": "ddp"}, tmp_path / "run", 2)

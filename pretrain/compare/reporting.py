@@ -142,10 +142,13 @@ def _opening(comparisons: Sequence[Comparison], every: Sequence[Summary]) -> Ite
 def _network(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if not plan["network"]:
         return "The network between processes is the machine's own."
-    network = plan["network"]
-    bandwidth_ = f"{network['bandwidth_gbit']:g} Gbit/s" if network["bandwidth_gbit"] else "its own bandwidth"
-    how = facts.get("network") or "as the runs' config.yaml says"
-    return f"The network between processes is emulated: {bandwidth_}, latency {network['latency_ms']:g} ms ({how})."
+    asked, found = plan["network"], facts.get("network") or {}
+    words = []
+    for key, form in (("bandwidth", "{:g} Gbit/s each way"), ("latency", "{:g} ms one way")):
+        value = asked[{"bandwidth": "bandwidth_gbit", "latency": "latency_ms"}[key]]
+        how = {"namespaces": "network namespaces", "collective layer": "holding collectives back"}.get(str(found.get(f"{key}_by")), "")
+        words += [form.format(value) + (f" by {how}" if how else "")] if value else []
+    return f"The network between processes is emulated: {', '.join(words)}; reduce-scatter sends a ring's bytes."
 
 
 def _speed_note(plan: Mapping[str, Any]) -> str:
