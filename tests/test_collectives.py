@@ -11,6 +11,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.collectives import Collective, CollectiveCounter, bytes_sent, without_collectives
+from pretrain.interception import intercepted
+from pretrain.network.emulation import slow
 from pretrain.strategies import STRATEGIES
 
 Totals = dict[str, int]  # kind -> payload bytes
@@ -337,7 +340,7 @@ def bytes_on_lo() -> int:
 
 
 def measure(numel: int) -> dict[str, tuple[int, int]]:
-    """name -> (bytes that went over lo, bytes that this rank sent by the model of gloo)."""
+    """name -> (bytes that went over lo, bytes that this rank sent by the model of gloo, or of a ring where a network is emulated)."""
     dist.init_process_group("gloo")
     width = int(numel**0.5)
     replicas = DistributedDataParallel(model(width), bucket_cap_mb=1)
@@ -347,17 +350,19 @@ def measure(numel: int) -> dict[str, tuple[int, int]]:
     jobs |= families | {
         f"{name} without collectives": lambda issue=issue: without_collectives()(issue)() for name, issue in families.items()
     }
+    jobs |= {f"{name} in an emulated network": issue for name, issue in jobs.items() if name.startswith(("reduce_scatter", "FSDP2"))}
     found = {}
     for name, issue in jobs.items():
         issue()
         dist.barrier()
         before = bytes_on_lo()
         dist.barrier()  # nobody sends before the counter was read
-        with CollectiveCounter() as counter:
+        network, around = ("ring", intercepted(slow(None))) if "emulated" in name else ("gloo", nullcontext())
+        with around, CollectiveCounter() as counter:
             issue()
             issue()
         dist.barrier()
-        found[name] = bytes_on_lo() - before, counter.sent("gloo")
+        found[name] = bytes_on_lo() - before, counter.sent(network)
         dist.barrier()
     return found
 

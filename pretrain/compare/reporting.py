@@ -144,10 +144,10 @@ def _network(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         return "The network between processes is the machine's own."
     asked, found = plan["network"], facts.get("network") or {}
     words = []
-    for key, form in (("bandwidth", "{:g} Gbit/s each way"), ("latency", "{:g} ms one way")):
-        value = asked[{"bandwidth": "bandwidth_gbit", "latency": "latency_ms"}[key]]
-        how = {"namespaces": "network namespaces", "collective layer": "holding collectives back"}.get(str(found.get(f"{key}_by")), "")
-        words += [form.format(value) + (f" by {how}" if how else "")] if value else []
+    for key, by, form in (("bandwidth_gbit", "bandwidth_by", "{:g} Gbit/s each way"), ("latency_ms", "latency_by", "{:g} ms one way")):
+        if asked[key]:
+            how = {"namespaces": " by network namespaces", "collective layer": " by holding collectives back"}.get(str(found.get(by)), "")
+            words.append(form.format(asked[key]) + how)
     return f"The network between processes is emulated: {', '.join(words)}; reduce-scatter sends a ring's bytes."
 
 

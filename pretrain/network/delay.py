@@ -5,9 +5,7 @@ import time
 from queue import SimpleQueue
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from pretrain.config import Network
 
@@ -37,32 +35,25 @@ class Link:
         self._network = network
         self._free_at = 0.0  # time.monotonic()
         self._lock = threading.Lock()
-        self._under_way: SimpleQueue[tuple[float, Outputs, Outputs]] = SimpleQueue()  # ends, real, ours; the first to end comes first
+        self._under_way: SimpleQueue[tuple[float, torch.futures.Future[None]]] = SimpleQueue()  # by the time at which they end
         threading.Thread(target=self._deliver, name="emulated link", daemon=True).start()
 
-    def carry(self, work: dist.Work, kind: str, payload: int, size: int) -> dist.Work:
-        """The same work, which ends later. Raises NotImplementedError for point-to-point messages, which no strategy sends."""
-        if kind in ("send", "recv"):
-            raise NotImplementedError(f"compare.network holds collectives back, and {kind} is none; leave compare.network out")
+    def carry(self, real: Outputs, kind: str, payload: int, size: int) -> Outputs:
+        """The same outputs, or what went wrong, later."""
         takes = seconds(self._network, kind, payload, size)
-        ours: Outputs = torch.futures.Future()
+        ended: torch.futures.Future[None] = torch.futures.Future()
 
-        def hold(real: Outputs) -> None:
+        def hold(real: Outputs) -> None:  # in gloo's thread
             with self._lock:
                 self._free_at = max(self._free_at, time.monotonic()) + takes
-                self._under_way.put((self._free_at, real, ours))
+                self._under_way.put((self._free_at, ended))
 
-        work.get_future().add_done_callback(hold)
-        return _create_work_from_future(ours)  # type: ignore[no-any-return]
+        real.add_done_callback(hold)
+        return ended.then(lambda _: real.value())
 
     def _deliver(self) -> None:
         while True:
-            ends, real, ours = self._under_way.get()
+            ends, ended = self._under_way.get()
             while (left := ends - time.monotonic()) > 0:
                 time.sleep(left)
-            try:
-                outputs = real.value()
-            except Exception as error:  # a rank that is gone, a time-out: for whoever waits
-                ours.set_exception(error)  # type: ignore[arg-type]
-            else:
-                ours.set_result(outputs)
+            ended.set_result(None)

@@ -28,7 +28,7 @@ _VARIABLE = "PRETRAIN_NETWORK"  # what was made, for the trainers
 _FOLDER = Path("/run/netns")
 _LINK = "slow0"  # the interface's name inside
 _CLONE_NEWNET = 0x40000000  # sched.h
-_BURST_SECONDS, _LEAST_BURST = 1e-3, 16_384  # what a link lets through at once: more than a packet, little of a collective
+_BURST_SECONDS, LEAST_BURST = 1e-3, 16_384  # what a link lets through at once: more than a packet, little of a collective
 _QUEUE_SECONDS, _LEAST_QUEUE = 0.4, 1_000_000
 _MOST = 250  # of one /24
 _PROBE_SECONDS = 5
@@ -140,7 +140,7 @@ def _make(owner: str, network: Network, processes: int) -> Made:
 def _limit(where: tuple[str, ...], interface: str, gbit: float, *, parent: tuple[str, ...]) -> None:
     """What leaves an interface; on both ends of a pair it is both ways. Bytes that find no place in the queue are sent again by TCP."""
     rate = gbit * 1e9 / 8
-    burst, queue = max(_LEAST_BURST, int(rate * _BURST_SECONDS)), max(_LEAST_QUEUE, int(rate * _QUEUE_SECONDS))
+    burst, queue = max(LEAST_BURST, int(rate * _BURST_SECONDS)), max(_LEAST_QUEUE, int(rate * _QUEUE_SECONDS))
     _run("tc", *where, "qdisc", "add", "dev", interface, *parent, "tbf", "rate", f"{round(gbit * 1e9)}bit", "burst", str(burst),
          "limit", str(min(queue, 2**31)))  # fmt: skip
 
