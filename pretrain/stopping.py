@@ -78,6 +78,11 @@ class StopRequests:
         """From here on there is something to save."""
         self._training = True
 
+    def end(self) -> None:
+        """What this process came to is settled. Python, as it ends, would give signals back their power to kill, and with it another status."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def watch(self, stop_file: Path, limit: "TimeLimit | None" = None) -> None:
         """Main process only. A file older than this start is a leftover."""
         self._stop_file, self._limit = stop_file, limit

@@ -52,6 +52,13 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan(), repeated=launch.is_in_slurm_step())
+    try:
+        return run(arguments, world, stops)
+    finally:
+        stops.end()
+
+
+def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
     folder: Path | None = None
     micro: int | None = None
     stops.at_start = lambda reason: stop_early(folder, world, reason)

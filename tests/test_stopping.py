@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -17,6 +19,17 @@ from pretrain import checkpoint, stopping
 from pretrain.inspection import check_ledger
 
 pytestmark = pytest.mark.launch
+# A request that comes while Python ends: module objects go when it has put the signals' handlers back.
+AT_THE_VERY_END = """
+import os, signal
+from pretrain.stopping import StopRequests
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+stops = StopRequests(follow_launcher=False)
+stops.end()
+late = Late()
+"""
 SOON = 25.0  # seconds in which a launch must be gone after a request
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 
@@ -31,6 +44,10 @@ def config(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "long"
+
+
+def test_a_request_at_the_very_end_changes_nothing() -> None:
+    assert subprocess.run([sys.executable, "-c", AT_THE_VERY_END]).returncode == 0
 
 
 def check_stopped(started: Launch, reason: str | tuple[str, ...], exit_status: int | None = 75) -> int:
