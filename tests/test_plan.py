@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_memory_of_one_process_is_what_a_real_update_takes(ranks: Ranks, small: 
         ["model.activation_checkpointing=true", "run.precision=bf16", "batch.micro=8"],
         ["optim.name=muon", "batch.micro=4"],
         ["optim.name=sgd", "optim.momentum=0.9"],
+        ["optim.name=sgd", "run.precision=bf16", "model.n_embd=256", "batch.micro=1"],  # copies in 16 bits are a fifth of it
         ["model.vocab_size=20000"],
     ]
     simulated = overrides("diloco", ["strategy.simulate=2", "batch.micro=4"])
@@ -239,6 +241,19 @@ def test_a_micro_batch_that_does_not_divide_is_made_to(capsys: pytest.CaptureFix
     assert "batch.micro=64 does not divide 16 sequences per process: planned with 16" in page
     assert cells(page, "ddp")[0][1] == "16"
     assert f"sbatch --nodes=4 --gpus-per-node=8 slurm/train.sbatch {ROOT}/configs/gpt2-124m.yaml strategy.name=ddp batch.micro=16" in page
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_the_command_is_one_that_a_launch_takes(capsys: pytest.CaptureFixture[str], nodes: int) -> None:
+    """What the config tells its own strategy is nothing to the one that is recommended."""
+    changes = ["strategy.name=hsdp", "strategy.shard_size=2", "strategy.options.blocks_per_unit=3"]
+    page = plan_of(capsys, ROOT / "configs/gpt2-124m.yaml", changes, gpu="a100-80gb", nodes=nodes)
+    words = shlex.split(page.splitlines()[-1])
+    assert words[:2] == (["pretrain", "train"] if nodes == 1 else ["sbatch", "--nodes=4"])
+    given = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+    cfg = configs.load(ROOT / "configs/gpt2-124m.yaml", given, OPTIONS)
+    assert cfg.strategy.name != "hsdp"
+    assert not predict(cfg, cfg.strategy.name, 8 * nodes, from_table("a100-80gb", 8)).refused
 
 
 def test_what_does_not_fit_is_planned_with_what_does(capsys: pytest.CaptureFixture[str]) -> None:

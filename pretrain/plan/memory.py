@@ -124,7 +124,7 @@ def _sharded(case: Case, s: FSDP1 | FSDP2) -> Held:
     unreduced = 4.0 * m.total if many and not s.options.sync_each_micro else 0.0  # whole gradients of the micro-batches before
     grown = 1 + 4 / width
     held = Held(
-        share, optimiser_bytes(case) / shards, (share if many else 0.0, share),
+        share, optimiser_bytes(case) / shards, (share if many and s.options.sync_each_micro else 0.0, share),
         [kept + unreduced, kept + unit + unreduced, kept + 2 * unit + unreduced, root + unit + unreduced, 0.0],
         passing=[0.0, 0.0, unit + width * m.head, root * grown + width * m.head, 0.0],
     )  # fmt: skip

@@ -5,14 +5,16 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pretrain.plan.gpus import GB
 from pretrain.plan.memory import PARTS
 from pretrain.plan.prediction import Prediction
 from pretrain.plan.rates import LINK_SHARE, MEMORY_SHARE, Machine
 from pretrain.plan.task import Task
+from pretrain.strategies import STRATEGIES
 
 WIDTH = 160
 _ALIKE = 0.1  # of the step: differences below are smaller than the model's error
-GB, MB = 1e9, 1e6
+MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ def page(asked: Asked, task: Task, rows: Sequence[Row]) -> str:
     runs = [row for row in rows if not row.found.refused]
     lines = [*_head(asked, task), ""]
     if runs:
+        kind = "GPU" if asked.machine.device == "cuda" else "process"
         unit, name = (GB, "GB") if max(row.found.peak_memory for row in runs) > GB else (MB, "MB")
         lines += [f"Memory of one process, in {name}: each part at its largest, and the most that is alive at once", ""]
         lines += [*_table(_MEMORY, [_memory(row, unit) for row in runs]), ""]
-        lines += [f"One update, and the whole run; bytes in {name}", "", *_table(_SPEED, [_speed(row, unit) for row in runs]), ""]
+        lines += [
+            f"One update, and the whole run; bytes in {name}",
+            "",
+            *_table([title.format(kind) for title in _SPEED], [_speed(row, unit) for row in runs]),
+            "",
+        ]
     if refused := [row.found for row in rows if row.found.refused]:
         lines += ["Refused", "", *(line for found in refused for line in _item(f"{found.strategy}: {found.refused}")), ""]
     lines += ["Assumed", "", *(line for text in _assumptions(asked, task) for line in _item(text)), ""]
@@ -59,8 +67,9 @@ def _head(asked: Asked, task: Task) -> Iterator[str]:
         f"{asked.config}: {size}, {task.model.parameters / 1e6:,.1f}M parameters, {task.precision}, on {nodes} = {asked.processes} "
         f"process{'es' * (asked.processes > 1)}; {cfg.batch.tokens:,} tokens per update"
     )
-    yield from _item(f"a process may use {machine.memory / GB:.1f} GB: 92 % of its memory less 0.5 GB, which the context, NCCL and gaps take"
-                     if machine.measured.memory_bytes is None else f"a process may use {machine.memory / GB:.1f} GB, as measured")  # fmt: skip
+    taken = "the context, NCCL and gaps" if machine.device == "cuda" else "the interpreter and others"
+    share = f": 92 % of its memory less 0.5 GB, which {taken} take" if machine.measured.memory_bytes is None else ", as measured"
+    yield from _item(f"a process may use {machine.memory / GB:.1f} GB{share}")
     for note in task.notes:
         yield from _item(note)
 
@@ -95,14 +104,9 @@ def _speed(row: Row, unit: float) -> list[str]:
     if p.step_seconds is None or p.tokens_per_second is None:
         return [*start, *["?"] * 8, end]
     mfu = "?" if p.mfu is None else f"{p.mfu:.0%}"
-    days, hours = ("?", "?") if p.run_seconds is None else (_number(p.run_seconds / 86400), _number(_gpu_hours(p)))
+    days, hours = ("?", "?") if p.run_seconds is None else (f"{p.run_seconds / 86400:,.3g}", _number(p.run_seconds / 3600 * p.processes))
     parts = (p.step_seconds, p.compute_seconds, p.network_seconds, p.optimiser_seconds)
     return [*start, *(_number((part or 0.0) * 1e3) for part in parts), mfu, f"{p.tokens_per_second:,.0f}", days, hours, end]
-
-
-def _gpu_hours(p: Prediction) -> float:
-    assert p.run_seconds is not None
-    return p.run_seconds / 3600 * p.processes
 
 
 def _assumptions(asked: Asked, task: Task) -> Iterator[str]:
@@ -157,7 +161,7 @@ def _verdict(asked: Asked, task: Task, rows: Sequence[Row]) -> list[str]:
             text += (
                 f" {other.strategy} would be {p.step_seconds / (other.step_seconds or 1.0):.2f} times as fast, and computes something else."
             )
-    return [*textwrap.wrap(text, WIDTH, break_on_hyphens=False), "", f"    {command(asked, p)}"]
+    return [*textwrap.wrap(text, WIDTH, break_on_hyphens=False), "", f"    {command(asked, task, p)}"]
 
 
 def choose(rows: Sequence[Row]) -> Row:
@@ -173,11 +177,17 @@ def alike(row: Row, other: Row) -> bool:
     return mine is not None and theirs is not None and mine <= theirs / (1 - _ALIKE)
 
 
-def command(asked: Asked, p: Prediction) -> str:
-    """To paste, in a shell where the config is."""
-    kept = [o for o in asked.overrides if o.partition("=")[0] not in ("strategy.name", "batch.micro")]
+def command(asked: Asked, task: Task, p: Prediction) -> str:
+    """To paste, in a shell where the config is. What the config says to another strategy is left out, or unsaid."""
+    given, cls = task.cfg.strategy, STRATEGIES[p.strategy]
+    foreign = [key for key in ("shard_size", "replicas", "simulate") if getattr(given, key) is not None and key not in cls.keys]
+    unsaid = [f"strategy.{key}=null" for key in foreign]
+    if given.options and p.strategy != given.name:
+        foreign, unsaid = [*foreign, "options"], [*unsaid, "strategy.options={}"]
+    replaced = ("strategy.name", "batch.micro", *(f"strategy.{key}" for key in foreign))
+    kept = [o for o in asked.overrides if not o.partition("=")[0].startswith(replaced)]
     micro = [f"batch.micro={p.micro}"] if p.micro != asked.micro or any(o.startswith("batch.micro=") for o in asked.overrides) else []
-    words = [asked.config, *kept, f"strategy.name={p.strategy}", *micro]
+    words = [asked.config, *kept, f"strategy.name={p.strategy}", *unsaid, *micro]
     if asked.nodes > 1:
         each = "gpus-per-node" if asked.machine.device == "cuda" else "ntasks-per-node"
         return shlex.join(["sbatch", f"--nodes={asked.nodes}", f"--{each}={asked.machine.per_node}", "slurm/train.sbatch", *words])
