@@ -8,11 +8,11 @@ from pathlib import Path
 from pretrain.config import ConfigError, layout, load, replace
 from pretrain.plan.page import Asked, Row, page
 from pretrain.plan.prediction import Prediction, largest_micro, micros, of_task, predict
-from pretrain.plan.rates import Machine, from_table, here, with_measured
+from pretrain.plan.rates import Machine, Measured, from_table, here, with_measured
 from pretrain.plan.task import Task, understand
 from pretrain.strategies import OPTIONS, STRATEGIES
 
-__all__ = ["Machine", "Prediction", "from_table", "here", "plan", "predict", "with_measured"]
+__all__ = ["Machine", "Measured", "Prediction", "from_table", "here", "plan", "predict", "with_measured"]
 
 
 def plan(config_file: str, overrides: Sequence[str], gpu: str | None, nodes: int, gpus_per_node: int | None, measured: Path | None) -> int:
