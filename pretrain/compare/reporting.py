@@ -104,9 +104,10 @@ def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float
     )
     yield tables.footprint(shown)
     if len((composition := tables.memory(shown)).header) > 2:
+        yield Heading("What the memory consists of")
         yield Text(
-            "What the memory consists of, as `pretrain plan` has it: tensors alone, each part at its largest, and together at the worst moment. A "
-            "resident process on a CPU is no measure of it."
+            "As pretrain plan has it: tensors alone, each part at its largest, and together at the worst moment. A resident process on a CPU is no "
+            "measure of it."
         )
         yield composition
     if needed := _needed(shown):
