@@ -232,6 +232,12 @@ def test_with_the_data_its_vocabulary_and_length_count(capsys: pytest.CaptureFix
     assert "?" not in cells(page, "ddp")[1]
 
 
+def test_a_model_of_ones_own_is_planned_by_its_real_size(capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan_of(capsys, ROOT / "configs/gpt2-124m.yaml", ["model.build=custom_models:swiglu"])
+    assert "152.8M parameters" in page
+    assert "model.build=custom_models:swiglu: what it keeps for the backward is taken to be what GPT-2" in page
+
+
 def test_a_batch_that_does_not_divide_among_the_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch.tokens=524,288 does not divide into 1024 ranks × 1 sequences"):
         plan(str(ROOT / "configs/gpt2-124m.yaml"), [], "h100-80gb", 128, None, None)

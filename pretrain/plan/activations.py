@@ -26,8 +26,6 @@ class Activations:
 
 def activations(case: Case) -> Activations:
     m, width = case.task.model, case.width
-    if not m.known:
-        return Activations(0, 0, 0, 0, 0, 0, 0)
     tokens = case.layout.micro * case.layout.sequence_length
     cast = isinstance(case.strategy, DeepSpeed)  # the whole module is in 16 bits, and not only its products
     block = tokens * kept_per_token(m, width, cast, case.task.cfg.model.dropout)

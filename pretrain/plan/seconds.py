@@ -73,7 +73,7 @@ def _compute(case: Case) -> float | None:
     if of_peak is None or memory_bandwidth is None or case.machine.gpu is None:
         return None
     cast = isinstance(case.strategy, DeepSpeed)
-    kept = m.layers * kept_per_token(m, case.width, cast, case.task.cfg.model.dropout) if m.known else 0.0
+    kept = m.layers * kept_per_token(m, case.width, cast, case.task.cfg.model.dropout)
     passes = _PASSES_FUSED if case.task.compiled else _PASSES
     through_memory = tokens * (kept * passes * (4 / 3 if again else 1) + m.vocabulary * case.width * _PASSES_LOGITS)
     through_memory += micros * m.total * _PER_MICRO

@@ -34,7 +34,6 @@ class Model:
     heads: int
     width: int
     vocabulary: int  # padded
-    known: bool  # GPT-2 as it is here, whose activations have a formula
     parameters: int  # without padding
     flops_per_token: float
 
@@ -90,8 +89,10 @@ def understand(cfg: Config, machine: Machine) -> Task:
         notes.append(f"train.epochs={cfg.train.epochs:g} of data that is not here: updates, days and GPU-hours are not known")
     module, _ = models.outline(cfg, vocabulary, end)
     model = _sizes(module, cfg.data.sequence_length)
-    if not model.known:
-        notes.append(f"model.build={cfg.model.build}: what it keeps for the backward is not known, and not in the memory")
+    if cfg.model.build is not None:
+        notes.append(
+            f"model.build={cfg.model.build}: what it keeps for the backward is taken to be what GPT-2 of the same width and depth keeps"
+        )
     return Task(cfg, _precision(cfg, machine), model, windows, tuple(notes))
 
 
@@ -147,5 +148,5 @@ def _sizes(module: models.PretrainGPT2, sequence_length: int) -> Model:
     return Model(
         module, sizes, max(in_blocks, default=0), sum(sizes.values()) - sum(in_blocks), sum(p.numel() for p in matrices.values()),
         config.vocab_size * config.n_embd, hidden, config.n_layer, config.n_head, config.n_embd, config.vocab_size,
-        type(module) is models.PretrainGPT2, models.parameter_count(module), models.flops_per_token(module, sequence_length),
+        models.parameter_count(module), models.flops_per_token(module, sequence_length),
     )  # fmt: skip
