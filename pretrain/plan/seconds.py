@@ -143,14 +143,14 @@ def _network(case: Case, wire: float, compute: float) -> float | None:
 
 
 def _units(case: Case, s: FSDP1 | FSDP2, wire: float, compute: float, bus: float) -> float:
-    """HSDP's shards are those of a node, and its copies share every process's own link between nodes."""
+    """HSDP's shards are those of a node, and between nodes every process has its own share of the network for its copies."""
     m, micros = case.task.model, case.layout.accumulation
     reductions = micros if s.options.sync_each_micro else 1
     between = 0.0
     if s.replicate > 1:
         copies = reductions * 2 * (s.replicate - 1) / s.replicate * 4 * m.total / s.shard_size
         wire -= copies
-        between = copies / (_between(case.machine) or bus)
+        between = copies / (_between(case.machine) or bus) if case.layout.world_size > case.machine.per_node else copies / bus
         bus = bus_bandwidth(case.machine, s.shard_size) or bus
     collectives = (m.layers + 1) * (2 * micros + reductions)
     took = _seconds_of(case, wire, bus, collectives, s.shard_size) + between
