@@ -249,6 +249,32 @@ def test_the_verdict_names_the_fastest_what_is_not_to_be_told_from_it_and_the_co
                                  "--num_processes", "2"]  # fmt: skip
 
 
+def test_of_a_local_method_whole_rounds_are_counted(tmp_path: Path) -> None:
+    """Ten updates, of which one in four sends: from the third to the tenth are two of these in eight, and not in seven."""
+    found = made_report(tmp_path, "speed", {"member": "diloco", "every": 4, "sent": 10**6, "parts": (0.5, 0.1, 0.1, 0.0, 0.1)})
+    run_lines = tmp_path / "runs" / "0" / "metrics.jsonl"
+    lines = [json.loads(line) for line in run_lines.read_text().splitlines()]
+    for line in lines[:-1]:
+        line["wire_bytes_total"] = 8 * 10**6 * (line["step"] // 4)
+    run_lines.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with patch.object(reporting, "draw", return_value=[]):
+        reporting.report([tmp_path], found)
+    assert cells(found, "Memory, bytes, checkpoints")["diloco"]["sent per update, by formula"] == "2.00 MB"
+
+
+def test_what_a_slowed_network_carries_is_what_rings_do(tmp_path: Path) -> None:
+    made = {"member": "fsdp2", "sent": 10**6, "parts": (0.5, 0.1, 0.1, 0.0, 0.1)}
+    assert cells(made_report(tmp_path / "own", "speed", made), "Memory, bytes, checkpoints")["fsdp2"]["counted"] == "2.00 MB"
+    plan((tmp_path / "own"), "speed", made)
+    run_config = tmp_path / "own" / "runs" / "0" / "config.yaml"
+    found = yaml.safe_load(run_config.read_text())
+    found["facts"]["network"] = {"bandwidth_gbit": 1.0, "latency_ms": 0.0}
+    run_config.write_text(yaml.safe_dump(found))
+    with patch.object(reporting, "draw", return_value=[]):
+        reporting.report([tmp_path / "own"], tmp_path / "own" / "report")
+    assert cells(tmp_path / "own" / "report", "Memory, bytes, checkpoints")["fsdp2"]["counted"] == "1.00 MB"
+
+
 def test_a_synchronisation_that_no_block_met_is_in_the_communication(tmp_path: Path) -> None:
     """Of a local method with long rounds: the updates of training have it, the blocks have not."""
     found = made_report(tmp_path, "speed", {"member": "diloco", "every": 100, "seconds": 1.0, "parts": (0.5, 0.0, 0.1, 0.0, 0.1)})

@@ -132,7 +132,8 @@ def _opening(comparisons: Sequence[Comparison], every: Sequence[Summary]) -> Ite
         yield Text("Made on CPU: bytes, memory and loss carry over; speeds don't.", note=True)
     for comparison in comparisons:
         plan = comparison.plan
-        facts: Mapping[str, Any] = next((s.facts for s in every if s.facts and s.given["machine"] == plan["machine"]), {})
+        here = [s.facts for s in every if s.facts and s.given["machine"] == plan["machine"]]
+        facts: Mapping[str, Any] = max(here, key=lambda found: bool(found.get("network")), default={})  # one process alone has none
         parameters = f", {facts['parameters'] / 1e6:.1f}M parameters" if facts.get("parameters") else ""
         done = sum(row.state == "finished" for row in comparison.rows)
         yield Text(
@@ -155,9 +156,13 @@ def _network(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 def _speed_note(plan: Mapping[str, Any]) -> str:
     weak = " Weak scaling: the batch grows with the processes." if plan["scaling"] == "weak" else ""
     return (
-        f"Medians over {plan['repetitions']} launches of each member, which took turns; the first {plan['skip_steps']} updates of each are not counted. "
+        f"Medians over {_launches(plan['repetitions'])}; the first {plan['skip_steps']} updates of each are not counted. "
         f"Evaluations and checkpoints are not in these times.{weak}"
     )
+
+
+def _launches(repetitions: int) -> str:
+    return f"{repetitions} launches of each member, which took turns" if repetitions > 1 else "the updates of one launch of each member"
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:

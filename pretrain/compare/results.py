@@ -79,7 +79,8 @@ def read_row(given: Mapping[str, Any], folder: Path, skip_steps: int) -> Row:
         return row
     row.run = read_run(folder)
     measured = json.loads((folder / DONE).read_text("utf-8"))
-    row.numbers = {**_trained(row.run, skip_steps), **{key: float(value) for key, value in measured.items()}, **_parts(folder)}
+    slowed = bool(row.run.facts.get("network"))
+    row.numbers = {**_trained(row.run, skip_steps), **{key: float(value) for key, value in measured.items()}, **_parts(folder, slowed)}
     row.numbers |= _replicas(row.run, row.numbers)
     if row.numbers.pop("whole_rounds", 1.0) == 0 and "step_seconds" in row.numbers:  # then the parts lack what the synchronisation took
         own = sum(row.numbers[f"{part}_seconds"] for part in PARTS if part != "communication")
@@ -88,7 +89,7 @@ def read_row(given: Mapping[str, Any], folder: Path, skip_steps: int) -> Row:
 
 
 def _trained(run: Run, skip_steps: int) -> dict[str, float]:
-    """Speeds are of the updates after `skip_steps`, as far as the log tells them apart."""
+    """Speeds are of the updates after `skip_steps`, as far as the log tells them apart; of local methods, of whole rounds among them."""
     logged = [line for line in run.rows if "loss" in line]
     if not logged:
         return {}
@@ -100,7 +101,10 @@ def _trained(run: Run, skip_steps: int) -> dict[str, float]:
     validated = [line["val_loss"] for line in run.rows if "val_loss" in line]
     if validated:
         found["val_loss"] = validated[-1]
-    first = next((line for line in logged if line["step"] >= skip_steps), last)
+    counted = [line for line in logged if line["step"] >= skip_steps]
+    every = (run.facts.get("strategy_options") or {}).get("sync_every", 1)
+    whole = [line for line in counted if (last["step"] - line["step"]) % every == 0]
+    first = whole[0] if len(whole) > 1 else (counted or [last])[0]
     if last["step"] > first["step"]:
         seconds, steps = last["train_seconds"] - first["train_seconds"], last["step"] - first["step"]
         found["step_seconds"], found["tokens_per_second"] = seconds / steps, (last["tokens"] - first["tokens"]) / seconds
@@ -110,7 +114,8 @@ def _trained(run: Run, skip_steps: int) -> dict[str, float]:
     return found
 
 
-def _parts(folder: Path) -> dict[str, float]:
+def _parts(folder: Path, slowed: bool) -> dict[str, float]:
+    """`slowed`: by an emulated network, on which every collective sends what a ring does."""
     path = folder / step_parts.FILE
     if not path.exists():
         return {}
@@ -121,10 +126,8 @@ def _parts(folder: Path) -> dict[str, float]:
         "whole_rounds": float(found["whole_rounds"]),
         "checkpoint_seconds": found["checkpoint_seconds"],
     }
-    if found["backend"] in found["sent"]:
-        sent["sent_measured"] = found["sent"][found["backend"]]
-    elif found["backend"] == "nccl":
-        sent["sent_measured"] = found["sent"]["ring"]
+    if found["backend"] in ("gloo", "nccl"):
+        sent["sent_measured"] = found["sent"]["gloo" if found["backend"] == "gloo" and not slowed else "ring"]
     if not found["whole_rounds"]:
         sent = {key: value for key, value in sent.items() if not key.startswith("sent_")}
     return {**seconds, **sent}
