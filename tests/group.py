@@ -51,8 +51,12 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         pipes = self._pipes[: size or self.size]
-        for pipe in pipes:
-            pipe.send((function, args, len(pipes), port))
+        try:
+            for pipe in pipes:
+                pipe.send((function, args, len(pipes), port))
+        except OSError:
+            self.close()
+            raise RankError("a rank has died since it answered, of what it ran before; see its standard error") from None
         deadline, outcomes = time.monotonic() + _DEADLINE, []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -60,7 +64,7 @@ class Ranks:
                 raise RankError(f"rank {rank} gave no answer within {_DEADLINE:.0f} s; had answered: {outcomes}")
             try:
                 outcomes.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 self._processes[rank].join(5)
                 status = self._processes[rank].exitcode
                 self.close()

@@ -37,12 +37,13 @@ def _exchange(call: Call, output: Tensor, chunks: Any, reduced: Callable[[Tensor
     """`chunks`: one for each rank, as a list or as one tensor."""
     mine = chunks if isinstance(chunks, Tensor) else torch.cat([chunk.reshape(-1) for chunk in chunks])
     theirs = torch.empty_like(mine)
-    timeout = call.given.get("timeout", -1)
+    timeout, world = call.given.get("timeout", -1), call.group.size()
     work = dist.Work.unbox(call.issue("alltoall_base_", theirs, mine, call.given["process_group"], [], [], True, timeout))
 
+    # gloo's thread lets go of this last: were the group in it, its end might fall to that thread, which would wait for itself and abort.
     def add_up(done: torch.futures.Future[Any]) -> Tensor:
         done.value()  # raises what went wrong
-        return output.data.copy_(reduced(theirs.view(call.group.size(), *output.shape)))
+        return output.data.copy_(reduced(theirs.view(world, *output.shape)))
 
     future: torch.futures.Future[Tensor] = work.get_future().then(add_up)
     return future
