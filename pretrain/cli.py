@@ -1,6 +1,7 @@
 """The `pretrain` command. Each verb reads its arguments, calls one function and prints what came of it."""
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,9 @@ _EPILOG = """examples:
   pretrain train configs/quickstart.yaml train.max_steps=100
   pretrain generate runs/quickstart --prompt "My fellow citizens"
 """
+
+
+_TO_MEND = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of what the system says, what the user can
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,12 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         goes_on = verb in (prepare, merge)
         print("interrupted" + "; the same command goes on where it was" * goes_on, file=sys.stderr)
         return 75 if goes_on else 1
-    except PermissionError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as error:
+        if error.errno not in _TO_MEND:
+            raise
+        print(
+            f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}: nothing more can be written", file=sys.stderr
+        )
+        return 2
     except ValueError as error:  # ours carry one line for the user; anything else is a defect and shows its traceback
         if not type(error).__module__.startswith("pretrain."):
             raise

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from omegaconf import OmegaConf
 
+from pretrain.config import ConfigError
+
 LAST = 5  # logged losses that "last train loss" averages: one alone is noisy
 NEAR = 0.02  # an evaluation is held against an expected point if their steps differ by at most this share
 EARLY = 0.05  # share of a run that a linear loss axis may cut off at the top: the first fall would flatten the rest
@@ -68,7 +70,7 @@ class Run:
 def report(runs: Sequence[Path], output: Path, expected: Path | None) -> list[Path]:
     """Write report.md, metrics.csv and the figures into `output`; returns the files. `expected`: the folder of expected curves.
 
-    Raises ValueError, one line, for a folder that is no run, has logged nothing, or has a damaged line that is not its last.
+    Raises ConfigError for a folder that is no run, has logged nothing, or has a damaged line that is not its last.
     """
     read = [read_run(folder, name) for folder, name in zip(runs, _names(runs), strict=True)]
     curves = {run.name: curve for run in read if expected is not None and (curve := _read_expected(expected, run))}
@@ -81,11 +83,11 @@ def report(runs: Sequence[Path], output: Path, expected: Path | None) -> list[Pa
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """`name`: by default the folder's. Raises ValueError as `report` does."""
+    """`name`: by default the folder's. Raises ConfigError as `report` does."""
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{folder}: not a run folder (it has no config.yaml)") from None
+        raise ConfigError(f"{folder}: not a run folder (it has no config.yaml)") from None
     path = folder / "status.json"
     status = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return Run(name or folder.resolve().name, _read_metrics(folder / "metrics.jsonl"), config, status)
@@ -102,9 +104,9 @@ def _read_metrics(path: Path) -> list[Row]:
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
                 found = line[:60].decode("utf-8", "replace")
-                raise ValueError(f"{path}, line {number}: expected a JSON object with a step, found {found}") from None
+                raise ConfigError(f"{path}, line {number}: expected a JSON object with a step, found {found}") from None
     if not rows:
-        raise ValueError(f"{path}: no metrics yet; a run writes them at its first evaluation or logged step")
+        raise ConfigError(f"{path}: no metrics yet; a run writes them at its first evaluation or logged step")
     return rows
 
 
@@ -112,13 +114,13 @@ def expected_from(runs: Sequence[Path]) -> Row:
     """An expected curve from finished runs of one config that differ in their seed: the mean, and a band of 3 standard deviations.
 
     Few seeds know their own spread badly: with 5, such a band holds a sixth run in 95 of 100 cases; with 3, a fourth in 88
-    (Student's t). Raises ValueError for fewer than 3 runs, or runs of several configs.
+    (Student's t). Raises ConfigError for fewer than 3 runs, or runs of several configs.
     """
     read = [read_run(folder) for folder in runs]
     names = sorted({str(run.facts["config_file"]) for run in read})
     if len(read) < 3 or len(names) > 1:
         found = f"{len(read)} of {', '.join(names) or 'none'}"
-        raise ValueError(f"an expected curve needs 3 runs or more of one config; found {found}")
+        raise ConfigError(f"an expected curve needs 3 runs or more of one config; found {found}")
     losses = [dict(zip(*run.series("val_loss"), strict=True)) for run in read]
     tokens = dict(zip(losses[0], read[0].series("val_loss", "tokens")[0], strict=True))
     points = []

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -356,6 +356,23 @@ def test_comparisons_of_two_machines_stay_apart(tmp_path: Path) -> None:
         reporting.report([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
     with pytest.raises(ConfigError, match="no comparison"):
         reporting.report([tmp_path / "set"], tmp_path / "both")
+
+
+def test_a_damaged_comparison_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / reporting.PLAN).write_text('{"kind": "sp')
+    assert cli.main(["compare", "--merge", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path / reporting.PLAN}: damaged; ")
+
+
+def test_a_full_disk_ends_a_report_in_one_line(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(tmp_path, "speed", {"member": "ddp"})
+    with suppress(OSError), open(small_disk / "ballast", "wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1 << 16))
+    assert cli.main(["compare", "--merge", str(tmp_path), "--output", str(small_disk / "report")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line
 
 
 def test_the_files_of_a_report(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import wandb
 from PIL import Image
 
+from pretrain import cli
 from pretrain import report as subject
 from pretrain.report import expected_from, read_run, report, to_wandb
 
@@ -175,7 +176,9 @@ def test_any_other_bad_line_is_named(tmp_path: Path, bad: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_no_run_or_has_logged_nothing_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_or_has_logged_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"{tmp_path / 'nowhere'}: not a run folder (it has no config.yaml)\n"
     with pytest.raises(ValueError, match=r"nowhere: not a run folder"):
         report([tmp_path / "nowhere"], tmp_path / "out", None)
     with pytest.raises(ValueError, match=r"started/metrics\.jsonl: no metrics yet"):

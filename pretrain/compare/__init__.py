@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pretrain.compare.members import Launch, Member, launches, members
 from pretrain.compare.reporting import PLAN, read, report
-from pretrain.compare.results import best_tried
+from pretrain.compare.results import UNSETTLED, best_tried
 from pretrain.compare.running import Interrupted, run_all
 from pretrain.config import Config, load, to_dict
 from pretrain.plan import here, predict
@@ -44,8 +44,9 @@ def planned(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[L
     tuned, folder = bool(cfg.compare.best_of), Path(cfg.compare.dir)
     todo = launches(config_file, cfg, overrides, found, seeds[:1] if tuned else seeds)
     _write_plan(folder, cfg, config_file, overrides, todo)
-    if tuned and seeds[1:] and not any(row.state in ("not run", "running", "stopped") for row in read(folder).rows):
-        best = {member for member, _ in best_tried(read(folder).rows).values()}
+    rows = read(folder).rows if tuned and seeds[1:] else []
+    if rows and not any(row.state in UNSETTLED for row in rows):
+        best = {member for member, _ in best_tried(rows).values()}
         todo += launches(config_file, cfg, overrides, [member for member in found if member.name in best], seeds[1:])
         _write_plan(folder, cfg, config_file, overrides, todo)
     return cfg, todo

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pretrain.compare import planned, report
 from pretrain.compare.reporting import read
+from pretrain.compare.results import UNSETTLED
 from pretrain.compare.running import DONE, take_note, title, write_config
 from pretrain.config import ConfigError
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         print(f"{title(launch, cfg.compare.kind)}: {take_note(launch, cfg.compare.kind) or 'no run'}")
         folder = Path(cfg.compare.dir)
-        if not any(row.state in ("not run", "running", "stopped", "unfinished") for row in read(folder).rows):
+        if not any(row.state in UNSETTLED for row in read(folder).rows):
             for file in report([folder], folder / "report"):
                 print(file)
     except ConfigError as error:

@@ -32,6 +32,8 @@ def read(folder: Path) -> Comparison:
         plan = json.loads((folder / PLAN).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder}: no comparison (it has no {PLAN}); pretrain compare CONFIG makes one") from None
+    except ValueError:
+        raise ConfigError(f"{folder / PLAN}: damaged; the pretrain compare that made it writes it anew, and keeps what is done") from None
     shared = {key: plan[key] for key in ("kind", "machine")}
     rows = [read_row({**shared, **launch}, folder / "runs" / launch["run"], plan["skip_steps"]) for launch in plan["launches"]]
     return Comparison(folder, plan, rows)
@@ -166,11 +168,7 @@ def _launches(repetitions: int) -> str:
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:
-    from pretrain import step_parts
-
-    found = dict.fromkeys(
-        json.loads((row.folder / step_parts.FILE).read_text("utf-8"))["method"] for row in rows if (row.folder / step_parts.FILE).exists()
-    )
+    found = dict.fromkeys(row.method for row in rows if row.method)
     return [f"exposed communication: {method}" for method in found] or ["exposed communication was not measured"]
 
 

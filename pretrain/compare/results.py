@@ -18,6 +18,7 @@ from pretrain.runfolder import read_status
 PARTS = ("compute", "communication", "optimizer", "data", "host")
 ROUNDS = 20  # outer rounds below which what a local method learnt says nothing about it
 SEEDS = 3
+UNSETTLED = ("not run", "running", "stopped", "unfinished")  # states of launches that may still come to something
 LAST = 5  # logged losses that a final loss averages: one alone is noisy
 
 
@@ -32,6 +33,7 @@ class Row:
     reason: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     run: Run | None = None
+    method: str = ""  # by which exposed communication was told
 
 
 @dataclass
@@ -79,8 +81,11 @@ def read_row(given: Mapping[str, Any], folder: Path, skip_steps: int) -> Row:
         return row
     row.run = read_run(folder)
     measured = json.loads((folder / DONE).read_text("utf-8"))
-    slowed = bool(row.run.facts.get("network"))
-    row.numbers = {**_trained(row.run, skip_steps), **{key: float(value) for key, value in measured.items()}, **_parts(folder, slowed)}
+    row.numbers = {**_trained(row.run, skip_steps), **{key: float(value) for key, value in measured.items()}}
+    if (parts_file := folder / step_parts.FILE).exists():
+        found = json.loads(parts_file.read_text("utf-8"))
+        row.method = found["method"]
+        row.numbers |= _parts(found, slowed=bool(row.run.facts.get("network")))
     row.numbers |= _replicas(row.run, row.numbers)
     if row.numbers.pop("whole_rounds", 1.0) == 0 and "step_seconds" in row.numbers:  # then the parts lack what the synchronisation took
         own = sum(row.numbers[f"{part}_seconds"] for part in PARTS if part != "communication")
@@ -114,12 +119,8 @@ def _trained(run: Run, skip_steps: int) -> dict[str, float]:
     return found
 
 
-def _parts(folder: Path, slowed: bool) -> dict[str, float]:
+def _parts(found: Mapping[str, Any], *, slowed: bool) -> dict[str, float]:
     """`slowed`: by an emulated network, on which every collective sends what a ring does."""
-    path = folder / step_parts.FILE
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text("utf-8"))
     seconds = {f"{part}_seconds": found["seconds"].get(part, 0.0) for part in PARTS}
     sent = {
         "sent_ring": found["sent"]["ring"],
