@@ -82,7 +82,7 @@ class CollectiveCounter:
 
     def _record(self, kind: str, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
         if group.group_name not in self._left_out:
-            payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            payload = sum(tensor.nbytes for tensor in tensors)
             self.collectives.append(Collective(kind, payload, tensors[0].dtype, group.group_name, group.size()))
 
 

@@ -206,7 +206,7 @@ def progress_line(job: Job, m: dict[str, Any]) -> str:
     mfu = f"  {m['mfu']:.1%} MFU ({job.peak[0]})" if job.peak else ""
     skipped = f"  {m['skipped']} skipped" if m["skipped"] else ""
     return (f"step {m['step']:,}/{job.layout.steps:,}  loss {m['loss']:.4f}  lr {m['lr']:.1e}  |g| {m['grad_norm']:.2f}  {_short(m['tokens_per_second'])} tok/s"
-            f"{mfu}  {m['peak_memory_bytes'] / 1e9:.1f} GB{skipped}  {_duration(left)} left")  # fmt: skip
+            f"{mfu}  {m['peak_memory_bytes'] / 1e9:.1f} GB{skipped}  {duration(left)} left")  # fmt: skip
 
 
 def _short(number: float) -> str:
@@ -216,7 +216,8 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """`85s`, `41m`, `2.3h`."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

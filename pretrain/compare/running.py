@@ -17,6 +17,7 @@ from pretrain.compare.members import Launch
 from pretrain.config import as_run
 from pretrain.runfolder import read_status, write_atomic
 from pretrain.supervise import end_with_parent
+from pretrain.watch import duration
 
 DONE = "measured.json"  # in a run folder: what compare itself saw of the launch; without it the launch is not done
 STOPPED = 75
@@ -39,18 +40,12 @@ def run_all(launches: Sequence[Launch], kind: str, say: Callable[[str], None]) -
         so_far.append(time.monotonic() - began)
         took.setdefault(launch.member.name, []).append(so_far[-1])
         left = sum(mean(took.get(later.member.name, so_far)) for later in todo[number:])
-        say(f"[{number}/{len(todo)}] {title(launch, kind)}: {outcome}, {so_far[-1]:.0f}s" + _left(left))
+        say(f"[{number}/{len(todo)}] {title(launch, kind)}: {outcome}, {so_far[-1]:.0f}s" + (f"; {duration(left)} left" if left else ""))
 
 
 def title(launch: Launch, kind: str) -> str:
     which = f"repetition {launch.repetition + 1}" if kind == "speed" else f"seed {launch.seed}"
     return f"{launch.member.name} on {launch.member.processes} process{'es' if launch.member.processes > 1 else ''}, {which}"
-
-
-def _left(seconds: float) -> str:
-    if not seconds:
-        return ""
-    return f"; {seconds:.0f}s left" if seconds < 90 else f"; {seconds / 60:.0f}m left"
 
 
 def run(launch: Launch, kind: str) -> str:

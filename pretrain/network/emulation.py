@@ -63,8 +63,7 @@ def slow(link: Link | None, leave_out: Collection[dist.ProcessGroup | None] = ()
             raise NotImplementedError(f"compare.network holds collectives back, and {call.kind} is none; leave compare.network out")
         outputs = by_all_to_all(call) if scattering else _future(proceed())
         if link:
-            payload = sum(tensor.numel() * tensor.element_size() for tensor in call.carried)
-            outputs = link.carry(outputs, call.kind, payload, call.group.size())
+            outputs = link.carry(outputs, call.kind, sum(tensor.nbytes for tensor in call.carried), call.group.size())
         outputs = outputs.then(noting_failure)
         if not call.given.get("async_op", True):
             outputs.wait()
