@@ -22,17 +22,15 @@ from pretrain.tracing import exposed_seconds, traced
 FILE = "step_parts.json"
 PAIRS = 3  # blocks of each kind
 STEPS = 4  # updates of a block, or a whole round of a local method that is no longer than ROUND
-ROUND = 8
+ROUND = 16
+MOST = 24  # updates of all blocks of a kind
 
 Update = Callable[[int, int], Any]  # (step, position) -> anything
 
 
 def measure(job: Job, progress: Progress, update: Update) -> None:
     """All ranks call it; the main process writes the file. What trains is garbage afterwards."""
-    round_ = job.strategy.save_interval
-    whole = round_ <= ROUND
-    steps = -(-STEPS // round_) * round_ if whole else STEPS
-    pairs = PAIRS if whole else max(1, min(PAIRS, (round_ - 1) // (2 * steps + 1)))  # so that no block meets a synchronisation
+    steps, pairs = blocks_of(job.strategy.save_interval)
     counter = CollectiveCounter(_ours(job))
     with counter:
         _run(job, progress, update, steps)  # also warms up what follows
@@ -47,7 +45,7 @@ def measure(job: Job, progress: Progress, update: Update) -> None:
         communication, method = _from_trace(job, progress, update, steps) / steps, "from a trace: NCCL's kernels while no other ran"
     found = {
         "steps": pairs * steps,
-        "whole_rounds": whole,  # of a local method; else the synchronisation is in none of the numbers
+        "whole_rounds": steps % job.strategy.save_interval == 0,  # of a local method; else the synchronisation is in none of the numbers
         "method": method,
         "seconds": {**silent, "communication": communication},
         "with_communication": real,
@@ -58,6 +56,15 @@ def measure(job: Job, progress: Progress, update: Update) -> None:
     everyone = gather(job.control, found)
     if job.is_main:
         write_atomic(job.cfg.folder / FILE, json.dumps(_mean(everyone), indent=1))
+
+
+def blocks_of(round_: int) -> tuple[int, int]:
+    """(updates of a block, blocks of each kind) where replicas meet every `round_` updates, and have just met: whole rounds, or so few
+    updates in all, the one that counts and the one that is traced included, that they do not meet again."""
+    if round_ > ROUND:
+        return STEPS, min(PAIRS, (round_ - 1 - 2 * STEPS) // (2 * STEPS))
+    steps = -(-STEPS // round_) * round_
+    return steps, min(PAIRS, MOST // steps)
 
 
 def _ours(job: Job) -> list[dist.ProcessGroup]:

@@ -15,6 +15,7 @@ from group import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretrain.step_parts import blocks_of
 from pretrain.strategies import STRATEGIES
 from pretrain.tracing import merged, uncovered
 
@@ -52,10 +53,17 @@ def measured(path: Path, variants: Mapping[str, list[str]]) -> dict[str, tuple[d
     return found
 
 
+@given(st.integers(1, 1000))
+def test_blocks_are_whole_rounds_or_meet_no_synchronisation(round_: int) -> None:
+    steps, pairs = blocks_of(round_)
+    assert pairs >= 1
+    assert steps % round_ == 0 or steps * (2 + 2 * pairs) < round_
+
+
 def test_the_parts_of_every_strategy(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     """They add up, their bytes are those of the formula, what was trained is what is trained without, and the collectives are back."""
     variants = {name: [f"strategy.name={name}"] for name, cls in STRATEGIES.items() if cls.processes[0] <= 2 <= cls.processes[1]}
-    for name, own in {"local_sgd": ["strategy.options.sync_every=2"], "diloco": ["strategy.options.sync_every=10"],
+    for name, own in {"local_sgd": ["strategy.options.sync_every=2"], "diloco": ["strategy.options.sync_every=20", "train.max_steps=20"],
                       "ddp_powersgd": ["strategy.options.start_step=2"]}.items():  # fmt: skip
         variants[name] += own
     path = config({"train.max_steps": 10, "train.checkpoint_every": 0})
