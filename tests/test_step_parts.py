@@ -75,6 +75,7 @@ def test_the_parts_of_every_strategy(ranks: Ranks, config: Config, tmp_path: Pat
         assert set(found["seconds"]) == set(PARTS), name
         assert all(seconds >= 0 for part, seconds in found["seconds"].items() if part not in ("communication", "host")), (name, found)
         assert sum(found["seconds"].values()) == pytest.approx(sum(found["with_communication"].values())), name
+        assert found["seconds"]["host"] < 0.5 * sum(found["with_communication"].values()), name  # what no other part has
         assert found["whole_rounds"] == (name != "diloco")
         if name != "diloco":  # whose blocks meet no synchronisation
             small = 200 if "powersgd" in name else 0
