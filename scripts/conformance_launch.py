@@ -187,11 +187,12 @@ def adopt() -> None:
 
 
 def alive() -> list[psutil.Process]:
-    """Everything below this process that has not ended."""
+    """Everything below this process that has not ended. A process whose first thread has ended, and another not yet, looks like a zombie and
+    still holds its locks."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
                 found.append(process)
         except psutil.Error:
             continue

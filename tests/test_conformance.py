@@ -38,6 +38,30 @@ def test_many_faults_in_every_strategy() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+HALF_DEAD = """
+import ctypes, os, threading, time
+import psutil
+from conformance_launch import alive
+read, write = os.pipe()
+if (pid := os.fork()) == 0:
+    os.close(write)
+    threading.Thread(target=os.read, args=(read, 1)).start()
+    ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # of this thread alone
+while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+assert [process.pid for process in alive()] == [pid]
+os.close(write)
+while alive():
+    time.sleep(0.01)
+assert os.waitpid(pid, os.WNOHANG)[0] == pid
+"""
+
+
+def test_what_has_only_lost_its_first_thread_is_waited_for() -> None:
+    done = subprocess.run([sys.executable, "-c", HALF_DEAD], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
