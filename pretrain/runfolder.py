@@ -114,7 +114,15 @@ class Status:
             step = (read_status(self.path.parent) or {}).get("step", 0)
         record = {"state": state, "exit_status": exit_status, "step": step, "reason": reason, "again": again,
                   "rank": self.rank, "launch": os.environ.get("PRETRAIN_LAUNCHED", ""), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
-        write_atomic(self.path, json.dumps(record) + "\n")
+        text = json.dumps(record) + "\n"
+        try:
+            write_atomic(self.path, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with open(self.path, "r+b", buffering=0) as file:  # a full disk has room where the last record lies
+                file.write(text.encode())
+                file.truncate()
 
     def reached(self, step: int) -> None:
         """Record how far the run is, unless a rank has failed meanwhile: then that stands. A full disk costs this record and no more."""

@@ -80,7 +80,8 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
         print(f"the trainer ended without a word (launcher status {code}); see {logs}/launcher.log", file=sys.stderr)
         return 1
     if status["state"] == "running":
-        Status(cfg.folder, 0).write("failed", step=status["step"], exit_status=1, reason="killed")
+        with suppress(OSError):
+            Status(cfg.folder, 0).write("failed", step=status["step"], exit_status=1, reason="killed")
         print(
             f"the trainer was killed at step {status['step']:,}; the same command goes on from the last checkpoint",
             file=sys.stderr,

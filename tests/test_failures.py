@@ -284,6 +284,23 @@ def test_full_disk(config: Callable[..., Path], tmp_path: Path, small_disk: Path
     assert [m["step"] for m in started.metrics()] == list(range(1, 10))
 
 
+def test_a_disk_that_stays_full_is_a_failure_that_is_told(config: Callable[..., Path], tmp_path: Path, small_disk: Path) -> None:
+    """By the exit status, by one line, and by status.json, for which there is no new room either."""
+    path = config(run={"dir": str(small_disk)}, train={"max_steps": 6, "checkpoint_every": 3})
+    folder = small_disk / "bad"
+    with launch(pretrain_train(path, flags=TWO), folder, cwd=tmp_path, PACE="0.5") as started:
+        started.wait_for_line("step 3/6  checkpoint")
+        (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        assert started.wait(START) == 1, started.story()
+    causes = [line for line in started.out.splitlines() if " failed at step " in line]
+    assert len(causes) == 1, started.story()
+    assert "No space left on device" in causes[0]
+    found = json.loads((folder / "status.json").read_text())
+    assert (found["state"], found["exit_status"], checkpoints(folder)) == ("failed", 1, [3])
+    assert "No space left on device" in found["reason"]
+    assert started.err == ""
+
+
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "read only"
