@@ -41,12 +41,12 @@ def read(folder: Path) -> Comparison:
 
 def report(folders: Sequence[Path], output: Path) -> list[Path]:
     """Write it; returns the files. Raises ConfigError where comparisons of two kinds are to be one."""
-    comparisons = [read(folder) for folder in folders]
+    comparisons = [read(folder) for folder in dict.fromkeys(folders)]
     kinds = sorted({str(comparison.plan["kind"]) for comparison in comparisons})
     if len(kinds) > 1:
         raise ConfigError(f"comparisons of speed and of learning make two reports: {', '.join(map(str, folders))}")
     output.mkdir(parents=True, exist_ok=True)
-    rows = [row for comparison in comparisons for row in _labelled(comparison, len(comparisons) > 1)]
+    rows = list(_labelled(comparisons))
     after = _equal_time(rows) if kinds == ["learning"] else None
     blocks = list(_blocks(comparisons, rows, after, output))
     files = {"index.html": as_html(TITLE, blocks), "report.md": as_markdown(blocks), "appendix.tex": appendix(summaries(rows))}
@@ -56,12 +56,16 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
     return [output / name for name in (*files, "results.csv")]
 
 
-def _labelled(comparison: Comparison, several: bool) -> Iterator[Row]:
-    """Of several machines each keeps its rows."""
-    for row in comparison.rows:
-        if several:
-            row.member = f"{row.member} ({comparison.folder.name})"
-        yield row
+def _labelled(comparisons: Sequence[Comparison]) -> Iterator[Row]:
+    """Each keeps its rows: `place` is within which rows may be compared."""
+    names = [comparison.folder.name for comparison in comparisons]
+    for comparison in comparisons:
+        name = comparison.folder.name
+        label = f" ({name if names.count(name) == 1 else comparison.folder})" if len(comparisons) > 1 else ""
+        for row in comparison.rows:
+            row.member += label
+            row.given |= {key: row.given[key] + label for key in ("group", "base")} | {"place": row.given["machine"] + label}
+            yield row
 
 
 def _equal_time(rows: Sequence[Row]) -> float | None:
@@ -120,6 +124,7 @@ def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float
         yield needed
     if tuned := _tuned(best, every):
         yield Heading("Tuned")
+        yield Text("Each member at the best of what it tried, by its first seed. Where that lies at an edge, a better one may lie beyond.")
         yield tuned
     if open_ := tables.missing(shown):
         yield Heading("What has no numbers")
@@ -134,7 +139,7 @@ def _opening(comparisons: Sequence[Comparison], every: Sequence[Summary]) -> Ite
         yield Text("Made on CPU: bytes, memory and loss carry over; speeds don't.", note=True)
     for comparison in comparisons:
         plan = comparison.plan
-        here = [s.facts for s in every if s.facts and s.given["machine"] == plan["machine"]]
+        here = [row.run.facts for row in comparison.rows if row.run]
         facts: Mapping[str, Any] = max(here, key=lambda found: bool(found.get("network")), default={})  # one process alone has none
         parameters = f", {facts['parameters'] / 1e6:.1f}M parameters" if facts.get("parameters") else ""
         done = sum(row.state == "finished" for row in comparison.rows)
@@ -183,12 +188,19 @@ def _needed(shown: Sequence[Summary]) -> Table | None:
 
 
 def _tuned(best: Mapping[str, tuple[str, int]], every: Sequence[Summary]) -> Table | None:
-    given = {summary.member: summary.given for summary in every}
-    rows = [
-        [group, ", ".join(f"{key}={value}" for key, value in given[member]["tried"].items()), str(count)]
-        for group, (member, count) in best.items()
-    ]
-    return Table(["member", "best", "tried"], rows) if rows else None
+    rows = []
+    for group, (member, count) in best.items():
+        tried = {summary.member: summary.given["tried"] for summary in every if summary.given["group"] == group}
+        chosen = tried[member]
+        edges = [key for key in chosen if _at_an_edge(chosen[key], [others[key] for others in tried.values()])]
+        rows.append([group, ", ".join(f"{key}={value}" for key, value in chosen.items()), str(count), ", ".join(edges) or tables.ABSENT])
+    return Table(["member", "best", "tried", "at an edge"], rows) if rows else None
+
+
+def _at_an_edge(value: Any, tried: Sequence[Any]) -> bool:
+    """Of numbers that were tried: then a better one may lie beyond."""
+    numbers = sorted({number for number in tried if isinstance(number, int | float) and not isinstance(number, bool)})
+    return len(numbers) > 1 and value in (numbers[0], numbers[-1])
 
 
 def _write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -153,13 +153,15 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 
 
 def best_tried(rows: Sequence[Row]) -> dict[str, tuple[str, int]]:
-    """Of members that were tuned: the group's name -> (its best member, how many were tried). By validation loss, or speed where there is none."""
-    groups: dict[str, list[Summary]] = {}
-    for summary in summaries(rows):
-        if summary.given.get("tried"):
-            groups.setdefault(summary.given["group"], []).append(summary)
+    """Of members that were tuned: the group's name -> (its best member, how many were tried). By validation loss, or speed where there is none,
+    and by the first seed, which is the one that all have."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.given.get("tried"):
+            groups.setdefault(row.given["group"], []).append(row)
     best = {}
-    for group, tried in groups.items():
+    for group, launched in groups.items():
+        tried = summaries(row for row in launched if row.given["seed"] == launched[0].given["seed"])
         done = [one for one in tried if one.finished]
         if done:
             best[group] = min(done, key=_badness).member, len(tried)

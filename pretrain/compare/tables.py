@@ -155,14 +155,14 @@ def ratio_to(base: str, summaries: Sequence[Summary], key: str) -> Cell:
 
 
 def comparable(one: Summary, other: Summary) -> bool:
-    return all(one.given[key] == other.given[key] for key in ("processes", "precision", "batch_tokens", "micro", "machine"))
+    return all(one.given[key] == other.given[key] for key in ("processes", "precision", "batch_tokens", "micro", "place"))
 
 
 def scaling(summaries: Sequence[Summary]) -> Cell:
     """Tokens/s per process, against the same group's on the fewest."""
 
     def cell(summary: Summary) -> str:
-        family = [s for s in summaries if s.given["base"] == summary.given["base"] and s.given["machine"] == summary.given["machine"]]
+        family = [s for s in summaries if s.given["base"] == summary.given["base"]]
         least = min(family, key=lambda s: int(s.given["processes"]))
         value, first = summary.middle("tokens_per_second"), least.middle("tokens_per_second")
         if len({s.given["processes"] for s in family}) < 2 or value is None or not first:

@@ -14,15 +14,15 @@ _CLOSE = 0.03  # speeds nearer to each other than this share are one to a reader
 
 
 def verdict(summaries: Sequence[Summary], kind: str, config_file: str, overrides: Sequence[str]) -> Iterator[Block]:
-    """Machines apart, since speeds of two machines are no comparison."""
-    for machine in dict.fromkeys(summary.given["machine"] for summary in summaries):
-        here = [summary for summary in summaries if summary.given["machine"] == machine and summary.finished]
+    """Comparisons apart, since speeds of two machines are none."""
+    for place in dict.fromkeys(summary.given["place"] for summary in summaries):
+        here = [summary for summary in summaries if summary.given["place"] == place and summary.finished]
         chosen = _fastest(here) if kind == "speed" else _best(here)
         if chosen is None:
-            yield Text(f"On {machine}: nothing can be said; no member has finished with numbers to compare.")
+            yield Text(f"On {place}: nothing can be said; no member has finished with numbers to compare.")
             continue
         summary, words = chosen
-        yield Text(f"On {machine}: {words}")
+        yield Text(f"On {place}: {words}")
         yield Command(command(summary, config_file, overrides))
 
 
