@@ -295,7 +295,9 @@ def test_files_that_are_no_config(tmp_path: Path, write: Write) -> None:
 def test_shipped_configs_load(path: Path) -> None:
     cfg = load(path, (), OPTIONS)
     assert cfg.run.name == path.stem or "name" in OmegaConf.load(path).get("run", {})
-    for world_size in {"quickstart": (1, 2), "shakespeare": (1,), "compare": (1, 2, 4)}.get(path.stem, (1, 2, 4, 8)):
+    for world_size in {"quickstart": (1, 2), "shakespeare": (1,), "compare": (1, 2, 4), "compare-learning": (1, 2, 4)}.get(
+        path.stem, (1, 2, 4, 8)
+    ):
         assert layout(cfg, world_size, 10**6).world_size == world_size
 
 
