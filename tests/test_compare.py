@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -19,16 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import BIN, START, launch, make_set, run, write_config
 
-from pretrain import cli
-from pretrain.compare import bandwidth, reporting
+from pretrain import cli, runfolder
+from pretrain.compare import bandwidth, compare, reporting, running
 from pretrain.compare.appendix import escape
 from pretrain.compare.blocks import Heading, Table, Text, as_html, as_markdown
 from pretrain.compare.figures import pareto
 from pretrain.compare.members import Launch, launches, members
 from pretrain.compare.results import best_tried, loss_after, read_row, summaries
+from pretrain.compare.running import owned
+from pretrain.compare.running import run as run_one
 from pretrain.compare.verdict import command
 from pretrain.config import Config, ConfigError, load
-from pretrain.runfolder import read_status
+from pretrain.runfolder import claim, read_status
 from pretrain.strategies import OPTIONS
 
 
@@ -52,6 +55,11 @@ def names(path: Path) -> list[str]:
 def launched(path: Path, *seeds: int) -> list[Launch]:
     cfg = loaded(path)
     return launches(path, cfg, [], members(cfg), seeds or (1,))
+
+
+def with_steps(path: Path, steps: int) -> Path:
+    path.write_text(path.read_text().replace("max_steps: 6", f"max_steps: {steps}"))
+    return path
 
 
 # Members and launches.
@@ -87,6 +95,8 @@ def test_a_strategy_of_one_process_gets_one(config: Callable[..., Path]) -> None
 def test_weak_scaling_gives_every_process_as_much(config: Callable[..., Path]) -> None:
     path = config(members=[{"strategy.name": "ddp"}], processes=[2, 4], scaling="weak")
     assert [launch.cfg.batch.tokens for launch in launched(path)][:2] == [512, 1024]
+    own = config(members=[{"strategy.name": "ddp", "processes": [2, 4]}], scaling="weak")
+    assert [launch.cfg.batch.tokens for launch in launched(own)][:2] == [512, 1024]
 
 
 def test_accumulation_sets_the_micro_batch(config: Callable[..., Path]) -> None:
@@ -97,8 +107,9 @@ def test_accumulation_sets_the_micro_batch(config: Callable[..., Path]) -> None:
 
 
 def test_baselines_of_a_local_method_see_the_same_tokens(config: Callable[..., Path]) -> None:
-    path = config(members=[{"strategy.name": "diloco", "strategy.options.sync_every": 2, "baselines": True}], kind="learning", processes=4)
-    path.write_text(path.read_text().replace("max_steps: 6", "max_steps: 8"))
+    path = with_steps(
+        config(members=[{"strategy.name": "diloco", "strategy.options.sync_every": 2, "baselines": True}], kind="learning", processes=4), 8
+    )
     found = {launch.member.name: launch.cfg for launch in launched(path)}
     assert list(found) == ["diloco", "diloco: same batch", "diloco: M × batch", "diloco: M × updates", "diloco: M = 1"]
     assert {name: (cfg.strategy.name, cfg.batch.tokens, cfg.train.max_steps) for name, cfg in found.items()} == {
@@ -109,6 +120,22 @@ def test_baselines_of_a_local_method_see_the_same_tokens(config: Callable[..., P
         "diloco: M = 1": ("diloco", 512, 8),
     }
     assert found["diloco: M = 1"].strategy.replicas == 1
+    assert {name: cfg.batch.micro for name, cfg in found.items() if cfg.batch.micro != 2} == {}
+    smaller = {launch.member.name: launch.cfg for launch in launched(with_steps(config(members=[
+        {"strategy.name": "diloco", "strategy.options.sync_every": 2, "baselines": True, "batch.micro": 8}], kind="learning", processes=4), 8))}  # fmt: skip
+    assert smaller["diloco: M × updates"].batch.micro == 2  # all that is left for a process
+    for_all = with_steps(
+        config(members=[{"strategy.name": "diloco", "strategy.options.sync_every": 2, "baselines": True}], kind="learning", processes=4), 8
+    )
+    sections = yaml.safe_load(for_all.read_text()) | {"strategy": {"replicas": 2}}
+    for_all.write_text(yaml.safe_dump(sections))
+    shared = {launch.member.name: launch.cfg for launch in launched(for_all)}
+    assert shared["diloco: M × updates"].train.max_steps == 16
+    assert shared["diloco: same batch"].strategy.replicas is None
+    with pytest.raises(ConfigError, match=r"train\.max_steps=6 must be multiples of the 4 replicas"):
+        launched(
+            config(members=[{"strategy.name": "diloco", "strategy.options.sync_every": 2, "baselines": True}], kind="learning", processes=4)
+        )
     with pytest.raises(ConfigError, match="baselines are for local_sgd and diloco"):
         launched(config(members=[{"strategy.name": "ddp", "baselines": True}]))
 
@@ -125,6 +152,22 @@ def test_every_mistake_is_told_with_its_place(config: Callable[..., Path]) -> No
         launched(config(members=[{"strategy.name": "ddp", "optim.lrr": 1}]))
     with pytest.raises(ConfigError, match=r"compare\.members: missing"):
         members(loaded(config()))
+    ddp = [{"strategy.name": "ddp"}]
+    for wrong, why in (
+        ({"processes": 0}, "compare.processes: must be above 0, found 0"),
+        ({"accumulation": [0]}, "compare.accumulation: must be above 0"),
+        ({"repetitions": 0}, "compare.repetitions: must be above 0"),
+        ({"best_of": {"optim.lr": 0.1}}, "compare.best_of.optim.lr: expected a list of values to try, found 0.1"),
+        ({"best_of": {"optim.lr": []}}, "compare.best_of.optim.lr: expected a list"),
+        ({"seeds": [1, 1, 2]}, "compare.seeds: 1, 1, 2: the same seed twice"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            members(loaded(config(members=ddp, **wrong)))
+    with pytest.raises(ConfigError, match=r"after equal tokens: few would see 1,024 .* and ddp 3,072"):
+        launched(config(members=[*ddp, {"name": "few", "strategy.name": "ddp", "train.max_steps": 2}], kind="learning"))
+    for own in ({"train.log_every": 10}, {"strategy.name": "diloco", "strategy.options.sync_every": 3}):
+        with pytest.raises(ConfigError, match=r"and so no speed; write train\.log_every=1 and train\.max_steps="):
+            launched(config(members=[{"strategy.name": "ddp", **own}], skip_steps=4))
     with pytest.raises(ConfigError, match="names are used twice \\(ddp\\)"):
         members(loaded(config(members=[{"strategy.name": "ddp"}, {"strategy.name": "ddp", "optim.lr": 1}])))
 
@@ -136,8 +179,70 @@ def test_what_is_done_keeps_its_name_when_something_is_added(config: Callable[..
     assert before < after
     other = config(members=[{"strategy.name": "ddp", "optim.lr": 0.5}], kind="learning")
     slow = config(members=[{"strategy.name": "ddp"}], kind="learning", network={"bandwidth_gbit": 1})
-    for path in (other, slow):
+    own = config(members=[{"strategy.name": "ddp", "compare.network": {"bandwidth_gbit": 2}}], kind="learning")
+    for path in (other, slow, own):
+        path = config(**yaml.safe_load(path.read_text())["compare"])
         assert not before & {launch.cfg.run.name for launch in launched(path, 1, 2)}
+
+
+def test_what_is_done_keeps_its_name_under_another(config: Callable[..., Path]) -> None:
+    """Renamed, or named with a number of processes or a precision now that there are several."""
+    before = {launch.folder for launch in launched(config(members=[{"strategy.name": "ddp"}], precisions=["fp32"]))}
+    for more in ({"processes": [2, 4]}, {"members": [{"strategy.name": "ddp", "name": "baseline"}]}, {"precisions": ["fp32", "bf16"]}):
+        assert before < {
+            launch.folder for launch in launched(config(**{"members": [{"strategy.name": "ddp"}], "precisions": ["fp32"], **more}))
+        } | {Path()}
+
+
+def test_data_parallel_replicas_see_as_many_gpus_as_others_have_processes(
+    config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    made = launched(config(members=[{"strategy.name": "dataparallel"}, {"strategy.name": "ddp"}], repetitions=1, processes=2))
+    assert [running.environment(one)["CUDA_VISIBLE_DEVICES"] for one in made] == ["4,5", "4,5,6,7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert running.environment(made[0])["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_launch_that_still_runs_is_left_alone(config: Callable[..., Path]) -> None:
+    (one,) = launched(config(members=[{"strategy.name": "ddp"}], repetitions=1))
+    claim(one.folder)
+    try:
+        with pytest.raises(ConfigError, match="is in use by process"):
+            run_one(one, "speed")
+        assert (one.folder / ".lock").exists()
+    finally:
+        lock = runfolder._owned.pop(one.folder)
+        assert lock
+        lock.close()
+
+
+def test_a_folder_is_of_one_comparison_at_a_time(config: Callable[..., Path], tmp_path: Path) -> None:
+    path = config(members=[{"strategy.name": "ddp"}])
+    with (
+        owned(tmp_path / "cmp"),
+        pytest.raises(ConfigError, match=r"cmp is in use by process \d+ on .*; wait for it, or choose another compare.dir"),
+    ):
+        compare(path, [], print)
+    plan(tmp_path / "cmp", "speed", {"member": "ddp"}, config_file="configs/other.yaml")
+    with pytest.raises(ConfigError, match=r"holds the comparison of configs/other.yaml; write another compare.dir for .*compare.yaml"):
+        compare(path, [], print)
+
+
+def test_what_is_best_goes_on_and_what_failed_is_not_tried_twice(config: Callable[..., Path], tmp_path: Path) -> None:
+    path = config(members=[{"strategy.name": "ddp"}], kind="learning", seeds=[1, 2, 3], best_of={"optim.lr": [0.1, 0.2, 0.3]})
+    ran: list[tuple[str, int]] = []
+
+    def instead(one: Launch, kind: str) -> str:
+        ran.append((one.member.name, one.seed))
+        entry = {**learned(one.member.name, one.seed, one.cfg.optim.lr), "processes": 2}
+        write_status(one.folder, "failed", "diverged") if one.cfg.optim.lr == 0.3 else write_run(one.folder, entry)
+        return "ended"
+
+    with patch.object(running, "run", instead), patch.object(reporting, "draw", return_value=[]):
+        assert compare(path, [], print) == 1  # a trial failed
+    assert ran == [("ddp lr=0.1", 1), ("ddp lr=0.2", 1), ("ddp lr=0.3", 1), ("ddp lr=0.1", 2), ("ddp lr=0.1", 3)]
+    assert cells(tmp_path / "cmp" / "report", "Learning")["ddp lr=0.1"]["seeds"] == "3"
 
 
 def test_launches_take_turns(config: Callable[..., Path]) -> None:
@@ -161,15 +266,15 @@ def plan(folder: Path, kind: str, *made: dict[str, Any], **more: Any) -> Path:
             write_run(run, entry)
         else:
             write_status(run, "refused", "optim.name=muon\nhas two lines")
-        planned.append({**{key: value for key, value in entry.items() if key not in _OF_THE_RUN}, "run": run.name,
-                        "values": {"strategy.name": entry["strategy"]}})  # fmt: skip
+        values = {"strategy.name": entry["strategy"], **entry.get("values", {})}
+        planned.append({**{key: value for key, value in entry.items() if key not in _OF_THE_RUN}, "run": run.name, "values": values})
     given = {"kind": kind, "config_file": "configs/compare.yaml", "overrides": ["optim.lr=1"], "machine": "2 cores", "scaling": "strong",
              "network": None, "repetitions": 1, "skip_steps": 2, "launches": planned, **more}  # fmt: skip
     (folder / reporting.PLAN).write_text(json.dumps(given))
     return folder
 
 
-_OF_THE_RUN = ("seconds", "losses", "memory", "parts", "every", "sent")
+_OF_THE_RUN = ("seconds", "losses", "memory", "parts", "every", "sent", "simulate", "ran_on")
 
 
 def write_status(run: Path, state: str, reason: str = "") -> None:
@@ -183,7 +288,14 @@ def write_run(run: Path, entry: dict[str, Any]) -> None:
     options = {"sync_every": entry["every"]} if "every" in entry else {}
     facts = {"world_size": entry["processes"], "strategy_options": options, "device": "cpu AVX2", "threads": 1, "parameters": 1_000_000,
              "versions": {"torch": "2.13_0"}, "fingerprints": {"d": "1"}}  # fmt: skip
-    sections = {"strategy": {"replicas": None, "simulate": None}, "optim": {"lr": 1.0}, "data": {}, "model": {}, "batch": {}, "train": {}}
+    sections = {
+        "strategy": {"replicas": None, "simulate": entry.get("simulate")},
+        "optim": {"lr": 1.0},
+        "data": {},
+        "model": {},
+        "batch": {},
+        "train": {},
+    }
     (run / "config.yaml").write_text(yaml.safe_dump({**sections, "facts": facts}))
     seconds, sent = entry.get("seconds", 1.0), entry.get("sent", 1000)
     lines = [
@@ -193,7 +305,7 @@ def write_run(run: Path, entry: dict[str, Any]) -> None:
     ]  # fmt: skip
     lines.append({"step": 10, "val_loss": lines[-1]["loss"] + 0.1})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "measured.json").write_text(json.dumps({"checkpoint_bytes": 2**20}))
+    (run / "measured.json").write_text(json.dumps({"checkpoint_bytes": 2**20, "machine": entry.get("ran_on", "2 cores")}))
     if parts := entry.get("parts"):
         found = {"seconds": dict(zip(("compute", "communication", "optimizer", "data", "host"), parts, strict=True)), "checkpoint_seconds": 0.5,
                  "sent": {"ring": sent, "gloo": 2 * sent}, "backend": "gloo", "whole_rounds": "every" not in entry, "method": "minus"}  # fmt: skip
@@ -297,7 +409,7 @@ def test_losses_are_means_over_seeds_and_too_few_say_nothing(tmp_path: Path) -> 
     assert table["diloco"]["validation loss"] == "too short: 5 rounds"
     assert table["zero1"]["training loss"] == "too short: 2 seeds"
     assert (table["diloco"]["tokens per replica"], table["diloco"]["replicas"]) == ("2,560", "2")
-    assert "ddp has the lowest validation loss after equal tokens, 4.2200 ± 0.0100" in (found / "report.md").read_text()
+    assert "ddp alone has a validation loss to tell, 4.2200 ± 0.0100." in (found / "report.md").read_text()
     assert "tokens/s" not in table["ddp"]
 
 
@@ -353,7 +465,8 @@ def test_a_best_at_the_edge_of_what_was_tried_is_said_to_be(tmp_path: Path) -> N
 def test_comparisons_of_two_machines_stay_apart(tmp_path: Path) -> None:
     for name, machine, seconds in (("a", "8 × H100", 1.0), ("b", "8 × A100", 2.0)):
         (tmp_path / name).mkdir()
-        plan(tmp_path / name, "speed", {"member": "ddp", "seconds": seconds}, {"member": "fsdp2", "seconds": seconds * 2}, machine=machine)
+        plan(tmp_path / name, "speed", {"member": "ddp", "seconds": seconds, "ran_on": machine},
+             {"member": "fsdp2", "seconds": seconds * 2, "ran_on": machine}, machine=machine, config_file=f"configs/{name}.yaml")  # fmt: skip
     assert cli.main(["compare", "--merge", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "both")]) == 0
     speed = cells(tmp_path / "both", "Speed")
     assert {name: row["× ddp"] for name, row in speed.items()} == {
@@ -365,6 +478,7 @@ def test_comparisons_of_two_machines_stay_apart(tmp_path: Path) -> None:
     text = (tmp_path / "both" / "report.md").read_text()
     assert "On 8 × H100 (a): ddp (a) is fastest" in text
     assert "On 8 × A100 (b): ddp (b) is fastest" in text
+    assert re.findall(r"pretrain train (\S+)", text) == ["configs/a.yaml", "configs/b.yaml"]
     plan(tmp_path / "b", "learning", {"member": "ddp"})
     with pytest.raises(ConfigError, match="make two reports"):
         reporting.report([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
@@ -405,6 +519,99 @@ def test_a_full_disk_ends_a_report_in_one_line(tmp_path: Path, small_disk: Path,
     assert cli.main(["compare", "--merge", str(tmp_path), "--output", str(small_disk / "report")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "No space left on device" in line
+
+
+def test_a_ratio_is_to_the_same_work(tmp_path: Path) -> None:
+    """The same model, and rather the same micro-batch and the strategy's defaults."""
+    deep, options = {"model.n_layer": 24}, {"strategy.options.bucket_cap_mb": 1}
+    found = made_report(
+        tmp_path, "speed",
+        {"member": "odd ddp", "strategy": "ddp", "seconds": 3.0, "values": options}, {"member": "ddp", "seconds": 1.0}, {"member": "fsdp2", "seconds": 2.0},
+        {"member": "ddp deep", "seconds": 8.0, "values": deep}, {"member": "fsdp2 deep", "seconds": 16.0, "values": deep},
+        {"member": "ddp 8", "seconds": 0.5, "micro": 8}, {"member": "fsdp2 8", "seconds": 0.4, "micro": 8}, {"member": "fsdp2 4", "seconds": 0.5, "micro": 4},
+    )  # fmt: skip
+    ratios = {name: row["× ddp"] for name, row in cells(found, "Speed").items()}
+    assert ratios == {"odd ddp": "0.33", "ddp": "1.00", "fsdp2": "0.50", "ddp deep": "1.00", "fsdp2 deep": "0.50", "ddp 8": "1.00",
+                      "fsdp2 8": "1.25", "fsdp2 4": "2.00"}  # fmt: skip
+    text = (found / "report.md").read_text()
+    assert "fsdp2 8 is fastest with 1,280 tokens/s, 1.25 times ddp 8." in text
+    assert "do other work per second" in text
+
+
+def test_a_launch_that_was_lost_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    diverged = {"member": "fsdp2", "seed": 4, "losses": [5.0] * 9 + [math.nan]}
+    found = made_report(
+        tmp_path, "learning", *(learned("ddp", seed, 0.1 + 0.01 * seed) for seed in (1, 2, 3)), *(learned("fsdp2", seed, 0.0) for seed in (1, 2, 3)),
+        diverged, *(learned("zero1", seed, 0.2) for seed in (1, 2, 3)),
+    )  # fmt: skip
+    text = (found / "report.md").read_text()
+    assert cells(found, "Learning")["fsdp2"]["validation loss"] == "4.2000 ± 0.0000 (1 of 4 lost)"
+    assert "ddp has the lowest validation loss after equal tokens" in text
+    assert "Not ranked, since a launch of it failed or diverged: fsdp2." in text
+
+
+def test_a_tuned_member_of_which_nothing_came_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    tried = [{"member": f"{name} lr={lr}", "strategy": name, "group": name, "tried": {"optim.lr": lr}, "ran": (name, lr) in (("ddp", 0.1), ("ddp", 0.3))}
+             for name in ("ddp", "fsdp2") for lr in (0.1, 0.2, 0.3)]  # fmt: skip
+    found = made_report(tmp_path, "speed", *tried)
+    assert list(cells(found, "Speed")) == ["ddp lr=0.1", "fsdp2 lr=0.1"]
+    assert list(cells(found, "What has no numbers")) == ["ddp lr=0.2", "fsdp2 lr=0.1", "fsdp2 lr=0.2", "fsdp2 lr=0.3"]
+    assert cells(found, "Tuned")["ddp"] == {"member": "ddp", "best": "optim.lr=0.1", "tried": "2 of 3", "at an edge": "optim.lr"}
+
+
+def test_rows_are_those_of_the_machine_that_ran_them(tmp_path: Path) -> None:
+    """And not of the one that asked last, such as a login node."""
+    found = made_report(tmp_path / "one", "speed", {"member": "ddp", "ran_on": "8 × H100"}, machine="64 cores of a login node")
+    assert "On 8 × H100: ddp is fastest" in (found / "report.md").read_text()
+    both = [{"member": "ddp", "repetition": k, "ran_on": machine, "seconds": k + 1.0} for k, machine in enumerate(("8 × H100", "8 × A100"))]
+    speed = cells(made_report(tmp_path / "two", "speed", *both), "Speed")
+    assert {name: row["tokens/s"] for name, row in speed.items()} == {"ddp (8 × H100)": "512", "ddp (8 × A100)": "256"}
+
+
+def test_replicas_that_take_turns_say_nothing_about_time_or_bytes(tmp_path: Path) -> None:
+    made = [learned("diloco", seed, 0.0, every=1, simulate=8, sent=0) for seed in (1, 2, 3)] + [
+        learned("ddp", seed, 0.5) for seed in (1, 2, 3)
+    ]
+    for entry in made:
+        entry["losses"] = [loss - step / 1e3 for step, loss in enumerate(entry["losses"] * 3)]
+    found = made_report(tmp_path, "learning", *made)
+    row = cells(found, "Learning")["diloco"]
+    assert (row["training time"], row["sent in all, per rank"], row["replicas"]) == ("–", "–", "8")
+    assert "sent least" not in (found / "report.md").read_text()
+
+
+def test_a_launch_that_left_no_status_has_failed(tmp_path: Path) -> None:
+    plan(tmp_path, "speed", {"member": "ddp"})
+    shutil.rmtree(tmp_path / "runs" / "0")
+    assert reporting.read(tmp_path).rows[0].state == "not run"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "0.txt").write_text("a line\nNo space left on device\n")
+    (row,) = reporting.read(tmp_path).rows
+    assert (row.state, row.reason) == ("failed", "no run: No space left on device")
+
+
+def test_equal_time_is_that_of_a_place(tmp_path: Path) -> None:
+    for name, seconds in (("a", 1.0), ("b", 4.0)):
+        (tmp_path / name).mkdir()
+        plan(tmp_path / name, "learning", *(learned("ddp", seed, 0.0, seconds=seconds) for seed in (1, 2, 3)))
+    with patch.object(reporting, "draw", return_value=[]):
+        reporting.report([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    assert {name: row["that time"] for name, row in cells(tmp_path / "both", "Learning").items()} == {"ddp (a)": "28 s", "ddp (b)": "52 s"}
+
+
+def test_powersgd_is_timed_while_it_compresses(tmp_path: Path) -> None:
+    found = made_report(tmp_path, "speed", {"member": "ddp_powersgd", "seconds": 1.0})
+    run_config, metrics = tmp_path / "runs" / "0" / "config.yaml", tmp_path / "runs" / "0" / "metrics.jsonl"
+    facts = yaml.safe_load(run_config.read_text())
+    facts["facts"]["strategy_options"] = {"start_step": 6}
+    run_config.write_text(yaml.safe_dump(facts))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines[:-1]:
+        line["wire_bytes_total"] = 10**6 * min(line["step"], 6)
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with patch.object(reporting, "draw", return_value=[]):
+        reporting.report([tmp_path], found)
+    assert cells(found, "Memory, bytes, checkpoints")["ddp_powersgd"]["sent per update, by formula"] == "0.00 MB"
 
 
 def test_the_files_of_a_report(tmp_path: Path) -> None:
@@ -494,8 +701,9 @@ def test_a_run_that_was_shorter_has_no_loss_at_that_time(tmp_path: Path) -> None
 def test_the_command_can_be_pasted(tmp_path: Path) -> None:
     plan(tmp_path, "speed", {"member": "ddp"})
     (summary,) = summaries(reporting.read(tmp_path).rows)
-    summary.given["values"] = {"strategy.name": "diloco", "strategy.options.sync_every": 4, "optim.betas": [0.9, 0.99]}
-    words = shlex.split(command(summary, "my configs/c.yaml", ["compare.seeds=3"]))
+    summary.given |= {"values": {"strategy.name": "diloco", "strategy.options.sync_every": 4, "optim.betas": [0.9, 0.99]},
+                      "config_file": "my configs/c.yaml", "overrides": ["compare.seeds=3"]}  # fmt: skip
+    words = shlex.split(command(summary))
     assert words[2:6] == ["my configs/c.yaml", "strategy.name=diloco", "strategy.options.sync_every=4", "optim.betas=[0.9, 0.99]"]
 
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.compare import planned, report
+from pretrain.compare import planned, report, write_plan
 from pretrain.compare.reporting import read
 from pretrain.compare.results import UNSETTLED
-from pretrain.compare.running import DONE, take_note, title, write_config
+from pretrain.compare.running import DONE, begin_anew, take_note, title, write_config
 from pretrain.config import ConfigError
 
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 1 <= number <= len(launches):
             raise ConfigError(f"{o.config} has {len(launches)} launches and no number {number}; write --array=1-{len(launches)}")
         launch = launches[number - 1]
+        write_plan(cfg, o.config, o.overrides, launches)
         if o.launch:
             if launch.member.processes != o.processes:
                 fitting = ",".join(str(k) for k, one in enumerate(launches, 1) if one.member.processes == o.processes)
@@ -47,10 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (launch.folder / DONE).exists():
                 print(f"{title(launch, cfg.compare.kind)} is done already", file=sys.stderr)
             else:
+                begin_anew(launch, cfg.compare.kind)
                 print(write_config(launch))
             return 0
         print(f"{title(launch, cfg.compare.kind)}: {take_note(launch, cfg.compare.kind) or 'no run'}")
         folder = Path(cfg.compare.dir)
+        if more := planned(o.config, o.overrides)[1][len(launches) :]:
+            print(
+                f"of what is best there are {len(more)} launches more: sbatch again with --array={len(launches) + 1}-{len(launches) + len(more)}"
+            )
+            return 0
         if not any(row.state in UNSETTLED for row in read(folder).rows):
             for file in report([folder], folder / "report"):
                 print(file)

@@ -17,9 +17,9 @@ def _lines(summaries: Sequence[Summary]) -> Iterator[str]:
     done = [summary for summary in summaries if summary.finished]
     yield "% Made by pretrain compare."
     if done:
-        runs = [row.run for row in done[0].finished if row.run]
-        shared = _flat(runs[0].config)
-        yield from tabular("Hyper-parameters that all members share unless said otherwise below", sorted(shared.items()))
+        configs = [_flat(row.run.config) for summary in done for row in summary.finished if row.run]
+        shared = {key: value for key, value in configs[0].items() if all(one.get(key) == value for one in configs)}
+        yield from tabular("Hyper-parameters that all runs share", sorted(shared.items()))
         members = [(s.member, ", ".join(f"{key}={value}" for key, value in s.given["values"].items())) for s in summaries]
         yield from tabular("What is each member's own", members)
         options = [(s.member, ", ".join(f"{k}={v}" for k, v in (s.facts.get("strategy_options") or {}).items()) or "none") for s in done]
@@ -38,14 +38,16 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _machines(summaries: Sequence[Summary]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for summary in summaries:
-        facts = summary.facts
-        found[f"machine {summary.given['machine']}"] = f"{facts.get('device')}, {facts.get('threads')} threads per process"
-        found |= {f"version of {name}": str(version) for name, version in (facts.get("versions") or {}).items()}
-        found["parameters"] = f"{facts.get('parameters'):,}"
-        found["data fingerprints"] = str(facts.get("fingerprints"))
-    return found
+    """Every value that occurs."""
+    found: dict[str, dict[str, None]] = {}
+    for facts, machine in ((summary.facts, summary.given["machine"]) for summary in summaries):
+        told = {f"machine {machine}": f"{facts.get('device')}", f"threads per process, {machine}": facts.get("threads"),
+                "parameters": f"{facts.get('parameters'):,}", "data fingerprints": facts.get("fingerprints"), "precision": facts.get("precision"),
+                "emulated network": facts.get("network") or "none",
+                **{f"version of {name}": version for name, version in (facts.get("versions") or {}).items()}}  # fmt: skip
+        for name, value in told.items():
+            found.setdefault(name, {})[str(value)] = None
+    return {name: "; ".join(values) for name, values in found.items()}
 
 
 def tabular(caption: str, rows: Sequence[tuple[object, object]]) -> Iterator[str]:

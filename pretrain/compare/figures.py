@@ -9,6 +9,7 @@ import numpy as np
 from pretrain.compare import bandwidth
 from pretrain.compare.blocks import Figure
 from pretrain.compare.results import PARTS, Summary
+from pretrain.compare.tables import too_short
 from pretrain.report import STYLES
 
 COLUMN = 3.4  # inches: of a two-column paper
@@ -28,15 +29,18 @@ def draw(summaries: Sequence[Summary], folder: Path) -> list[Figure]:
         figure = Canvas(figsize=(COLUMN, COLUMN * 0.8), layout="constrained")
         axes = figure.add_subplot()
         with rc_context({"font.size": 7, "axes.linewidth": 0.6, "pdf.fonttype": 42}):  # publishers refuse Type 3 fonts
+            paths = [folder / f"{stem}.{kind}" for kind in ("png", "pdf")]
             if not plot(axes, done):
+                for path in paths:  # of an earlier report
+                    path.unlink(missing_ok=True)
                 continue
             axes.tick_params(labelsize=7)
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(color="0.93", linewidth=0.6)
             axes.set_axisbelow(True)
-            for path in (folder / f"{stem}.png", folder / f"{stem}.pdf"):
+            for path in paths:
                 figure.savefig(path, dpi=220)
-        drawn.append(Figure(folder / f"{stem}.png", caption))
+        drawn.append(Figure(paths[0], caption))
     return drawn
 
 
@@ -55,9 +59,10 @@ def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summ
     """Training loss of every member, the mean over its seeds; the first twentieth, which would flatten the rest, is left out."""
 
     def plot(axes: Any, summaries: Sequence[Summary]) -> bool:
-        shown = [(k, summary) for k, summary in enumerate(summaries) if summary.given["kind"] == "learning"]
-        for k, summary in shown:
+        told = [summary.given["kind"] == "learning" and summary.middle(x) is not None for summary in summaries]
+        for k, summary in ((k, summary) for k, summary in enumerate(summaries) if told[k]):
             curves = [row.run.series("loss", x) for row in summary.finished if row.run]
+            name = f"{summary.member} ({why})" if (why := too_short(summary)) else summary.member
             length = min(len(values) for _, values in curves)
             if length < 2:
                 continue
@@ -65,7 +70,7 @@ def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summ
             values = np.array([values[:length] for _, values in curves])
             first = length // 20
             look = style(k)
-            axes.plot(over[first:], values.mean(axis=0)[first:], markevery=max(1, length // 6), label=summary.member, **look)
+            axes.plot(over[first:], values.mean(axis=0)[first:], markevery=max(1, length // 6), label=name, **look)
             if len(values) > 1:
                 low, high = (edge(values, axis=0)[first:] for edge in (np.min, np.max))
                 axes.fill_between(over[first:], low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -82,8 +87,9 @@ def memory_against_speed(axes: Any, summaries: Sequence[Summary]) -> bool:
     found = [(k, s, memory / 1e9, speed) for k, s, memory, speed in points if memory is not None and speed is not None]
     if len(found) < 2:
         return False
-    front = pareto([(memory, speed) for *_, memory, speed in found])
-    axes.plot(*zip(*front, strict=True), color="0.6", linewidth=1, linestyle="--", drawstyle="steps-post", zorder=0)
+    for place in dict.fromkeys(s.given["place"] for _, s, *_ in found):
+        front = pareto([(memory, speed) for _, s, memory, speed in found if s.given["place"] == place])
+        axes.plot(*zip(*front, strict=True), color="0.6", linewidth=1, linestyle="--", drawstyle="steps-post", zorder=0)
     for k, summary, memory, speed in found:
         axes.plot(memory, speed, label=summary.member, **{**style(k), "linestyle": "none"})
     _labels(axes, "peak memory per rank (GB)", "tokens per second")

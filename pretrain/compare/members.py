@@ -1,6 +1,7 @@
 """What a comparison consists of: the section `compare` turned into launches, each a whole config of its own with a run folder of its own.
 
-A launch is known by the hash of all that decides what it computes and how: another seed, member or repetition leaves the others done.
+A launch is known by the hash of all that decides what it computes and how: another seed, member or repetition, or another name, leaves the
+others done.
 """
 
 import hashlib
@@ -12,11 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import Config, ConfigError, as_run, load, replace
+from pretrain.config import Config, ConfigError, as_run, build_options, load, replace
 from pretrain.strategies import OPTIONS, STRATEGIES
 
 _OWN_KEYS = ("name", "grid", "processes", "baselines")
 _LOCAL = ("local_sgd", "diloco")
+_ALONE: dict[str, Any] = {
+    "strategy.options": {},
+    "strategy.replicas": None,
+    "strategy.simulate": None,
+}  # what a config may have for local methods
 # What a local method with M replicas is held against, for the same tokens: name -> (factor on `batch.tokens`, by which
 # the updates are divided, whether by ddp).
 # Douillard et al. 2023 (arXiv 2311.08105, table 2) have such rows, with one replica's batch as the unit; here the unit is all replicas'.
@@ -63,8 +69,7 @@ def members(cfg: Config) -> list[Member]:
     """Raises ConfigError, one line for each mistake."""
     errors: list[str] = []
     found: list[Member] = []
-    if not cfg.compare.members:
-        raise ConfigError("compare.members: missing; write a list such as  - {name: ddp, strategy.name: ddp}")
+    _check(cfg)
     for number, entry in enumerate(cfg.compare.members):
         place = f"compare.members[{number}]" + (f" ({entry['name']})" if "name" in entry else "")
         try:
@@ -81,6 +86,24 @@ def members(cfg: Config) -> list[Member]:
     return found
 
 
+def _check(cfg: Config) -> None:
+    """What no member is to blame for."""
+    compare, errors = cfg.compare, []
+    if not compare.members:
+        errors.append("compare.members: missing; write a list such as  - {name: ddp, strategy.name: ddp}")
+    if wrong := [key for key, tried in compare.best_of.items() if not isinstance(tried, list | tuple) or not tried]:
+        errors.append(f"compare.best_of.{wrong[0]}: expected a list of values to try, found {compare.best_of[wrong[0]]!r}")
+    for key, numbers in (("processes", compare.processes), ("accumulation", compare.accumulation), ("repetitions", (compare.repetitions,))):
+        if any(number < 1 for number in numbers):
+            errors.append(f"compare.{key}: must be above 0, found {min(numbers)}")
+    if len(set(compare.seeds)) < len(compare.seeds):
+        errors.append(f"compare.seeds: {', '.join(map(str, compare.seeds))}: the same seed twice is the same run")
+    if len(compare.seeds) > 1 and None not in (cfg.run.init_seed, cfg.run.data_seed) and not cfg.model.dropout:
+        errors.append("compare.seeds: run.init_seed and run.data_seed are given, and every seed would be the same run; leave them out")
+    if errors:
+        raise ConfigError("\n".join(errors))
+
+
 def _written(entry: Values, place: str, cfg: Config) -> Iterator[Member]:
     """Every combination of the entry's grid, on every number of processes."""
     name, values, grid, counts = _checked(entry, place, cfg)
@@ -90,11 +113,14 @@ def _written(entry: Values, place: str, cfg: Config) -> Iterator[Member]:
         strategy = str(every["strategy.name"])
         if strategy not in STRATEGIES:
             raise ConfigError(f"{place}: strategy.name: expected one of {', '.join(STRATEGIES)}; found {strategy!r}")
-        alone = STRATEGIES[strategy].processes[1] == 1 or every.get("strategy.simulate")
+        alone = STRATEGIES[strategy].processes[1] == 1 or (strategy in _LOCAL and _value(every, cfg, "strategy.simulate"))
         several = dict.fromkeys((1,) if alone else counts)
         for count in several:
             base = _named(name, own)
-            yield Member(base + (f" × {count}" if len(several) > 1 else ""), every, count, place, base=base)
+            scaled = (
+                {"batch.tokens": int(_value(every, cfg, "batch.tokens")) * count // min(several)} if cfg.compare.scaling == "weak" else {}
+            )
+            yield Member(base + (f" × {count}" if len(several) > 1 else ""), {**every, **scaled}, count, place, base=base)
 
 
 def _checked(entry: Values, place: str, cfg: Config) -> tuple[str, dict[str, Any], Mapping[str, list[Any]], list[int]]:
@@ -107,10 +133,10 @@ def _checked(entry: Values, place: str, cfg: Config) -> tuple[str, dict[str, Any
         raise ConfigError(f"{place}: give it a name, or strategy.name")
     if not isinstance(grid, Mapping) or not all(isinstance(tried, list) and tried for tried in grid.values()):
         raise ConfigError(f"{place}: grid: expected section.key: [values], found {grid!r}")
-    counts = entry.get("processes") or list(cfg.compare.processes) or [_default_processes()]
+    counts = entry.get("processes", list(cfg.compare.processes) or [_default_processes()])
     counts = counts if isinstance(counts, list) else [counts]
-    if not all(isinstance(count, int) and count > 0 for count in counts):
-        raise ConfigError(f"{place}: processes: expected a number above 0, or a list of them; found {entry['processes']!r}")
+    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ConfigError(f"{place}: processes: expected a number above 0, or a list of them; found {counts}")
     return name, values, grid, counts
 
 
@@ -125,23 +151,42 @@ def _shown(value: Any) -> str:
 def _baselines(member: Member, cfg: Config) -> Iterator[Member]:
     if member.strategy not in _LOCAL:
         raise ConfigError(f"{member.place}: baselines are for {' and '.join(_LOCAL)}; {member.strategy} trains one copy already")
-    replicas = member.values.get("strategy.simulate") or member.values.get("strategy.replicas") or member.processes
-    batch, steps = _both(member.values, cfg)
+    simulated, replicas = (_value(member.values, cfg, f"strategy.{key}") for key in ("simulate", "replicas"))
+    M, batch, steps = simulated or replicas or member.processes, *_both(member, cfg)
+    if batch % M or steps % M:
+        raise ConfigError(
+            f"{member.place}: baselines: batch.tokens={batch:,} and train.max_steps={steps:,} must be multiples of the {M} replicas, for the same "
+            "tokens with more or fewer updates"
+        )
     for what, (factor, by_ddp) in _BASELINES.items():
-        values = {**member.values, "batch.tokens": round(batch * factor(replicas)), "train.max_steps": round(steps / factor(replicas))}
+        values = {**member.values, "batch.tokens": round(batch * factor(M)), "train.max_steps": round(steps / factor(M))}
         if by_ddp:
             values = {key: value for key, value in values.items() if not key.startswith("strategy.")}
-            values["strategy.name"] = "ddp" if member.processes > 1 else "single"
+            values |= {**_ALONE, "strategy.name": "ddp" if member.processes > 1 else "single"}
         else:
             values |= {"strategy.replicas": 1} if member.processes > 1 else {"strategy.simulate": 1}
+        values["batch.micro"] = _micro_that_divides(values, cfg, member.processes)
         yield Member(f"{member.name}: {what}", values, member.processes, member.place, base=f"{member.base}: {what}")
 
 
-def _both(values: Values, cfg: Config) -> tuple[int, int]:
-    steps = values.get("train.max_steps", cfg.train.max_steps)
+def _both(member: Member, cfg: Config) -> tuple[int, int]:
+    steps = _value(member.values, cfg, "train.max_steps")
     if steps is None:
-        raise ConfigError("compare.members: baselines need train.max_steps: they have other numbers of updates for the same tokens")
-    return int(values.get("batch.tokens", cfg.batch.tokens)), int(steps)
+        raise ConfigError(f"{member.place}: baselines need train.max_steps: they have other numbers of updates for the same tokens")
+    return int(_value(member.values, cfg, "batch.tokens")), int(steps)
+
+
+def _micro_that_divides(values: Values, cfg: Config, processes: int) -> int:
+    """The largest up to the one that is given: it changes memory and not what is learnt."""
+    given = int(_value(values, cfg, "batch.micro"))
+    sequences = int(_value(values, cfg, "batch.tokens")) // (int(_value(values, cfg, "data.sequence_length")) * processes)
+    return max((micro for micro in range(1, given + 1) if sequences and sequences % micro == 0), default=given)
+
+
+def _value(values: Values, cfg: Config, dotted: str) -> Any:
+    """A member's own, or what the config has for all."""
+    section, key = dotted.split(".")
+    return values[dotted] if dotted in values else getattr(getattr(cfg, section), key)
 
 
 def _default_processes() -> int:
@@ -153,13 +198,9 @@ def _default_processes() -> int:
 def _multiplied(member: Member, cfg: Config) -> Iterator[Member]:
     """× precisions × accumulation × what `best_of` tries."""
     compare = cfg.compare
-    values = dict(member.values)
-    if compare.scaling == "weak":
-        smallest = min(compare.processes, default=member.processes)
-        values["batch.tokens"] = int(values.get("batch.tokens", cfg.batch.tokens)) * member.processes // smallest
     for precision in compare.precisions or (None,):
         for accumulation in compare.accumulation or (None,):
-            own = dict(values)
+            own = dict(member.values)
             name = member.name
             if precision is not None:
                 own["run.precision"] = precision
@@ -174,8 +215,7 @@ def _multiplied(member: Member, cfg: Config) -> Iterator[Member]:
 
 
 def _micro(values: Values, cfg: Config, member: Member, accumulation: int) -> int:
-    tokens = int(values.get("batch.tokens", cfg.batch.tokens))
-    T = int(values.get("data.sequence_length", cfg.data.sequence_length))
+    tokens, T = int(_value(values, cfg, "batch.tokens")), int(_value(values, cfg, "data.sequence_length"))
     sequences, rest = divmod(tokens, T * member.processes * accumulation)
     if rest or not sequences:
         raise ConfigError(
@@ -198,10 +238,24 @@ def launches(config_file: Path, cfg: Config, overrides: Sequence[str], found: Se
             except ConfigError as error:
                 errors |= {f"{member.place}: {line}": None for line in str(error).splitlines()}
                 continue
+            if cfg.compare.kind == "speed" and (why := _no_speed(one)):
+                errors[f"{member.place}: {why}"] = None
             made.append(_launch(one, cfg, member, seed, repetition))
     if errors:
         raise ConfigError("\n".join(errors))
+    if cfg.compare.kind == "learning" and not errors:
+        _check_tokens(made)
     return made
+
+
+def _check_tokens(made: Sequence[Launch]) -> None:
+    """Losses after other numbers of tokens are no comparison."""
+    tokens = {one.member.name: one.cfg.train.max_steps * one.cfg.batch.tokens for one in made if one.cfg.train.max_steps is not None}
+    if len(set(tokens.values())) > 1:
+        (less, fewest), (more, most) = (pick(tokens.items(), key=lambda item: item[1]) for pick in (min, max))
+        raise ConfigError(
+            f"compare.kind=learning compares after equal tokens: {less} would see {fewest:,} (train.max_steps × batch.tokens) and {more} {most:,}"
+        )
 
 
 def _settings(cfg: Config) -> dict[str, Any]:
@@ -212,14 +266,28 @@ def _settings(cfg: Config) -> dict[str, Any]:
     return common
 
 
+def _no_speed(one: Config) -> str:
+    """Why no speed would come of it; empty where one does. It is told between two log lines, of a local method whole rounds apart."""
+    steps, skip, options = one.train.max_steps, one.compare.skip_steps, OPTIONS[one.strategy.name]
+    if steps is None:
+        return ""
+    every = getattr(build_options(options, one.strategy.options), "sync_every", 1)
+    first = next((s for s in range(one.train.log_every, steps, one.train.log_every) if s >= skip and (steps - s) % every == 0), None)
+    if first is not None:
+        return ""
+    rounds = f", a multiple of strategy.options.sync_every={every} before the last update" if every > 1 else ""
+    return (
+        f"train.max_steps={steps} leaves no log line (train.log_every={one.train.log_every}) after the first {skip} updates{rounds}, and so no speed; "
+        f"write train.log_every=1 and train.max_steps={-(-(skip + 1) // every) * every + every}"
+    )
+
+
 def _launch(one: Config, cfg: Config, member: Member, seed: int, repetition: int) -> Launch:
-    network = {"compare": {"network": as_run(cfg).get("compare", {}).get("network")}}
-    sections = as_run(one) | network
+    sections = as_run(one)
     for section, key in (("run", "name"), ("run", "dir"), ("run", "resume")):
         sections[section].pop(key)
     sections.pop("track")
     known = hashlib.sha256(json.dumps([sections, member.processes], sort_keys=True).encode()).hexdigest()[:8]
-    plain = re.sub(r"[^\w.=+-]+", "-", member.name)[:60].strip("-")
-    name = f"{plain}-seed{seed}-{known}" + (f"-r{repetition + 1}" if cfg.compare.kind == "speed" else "")
+    name = f"{one.strategy.name}-seed{seed}-{known}" + (f"-r{repetition + 1}" if cfg.compare.kind == "speed" else "")
     one = replace(replace(one, "run.name", name), "run.dir", str(Path(cfg.compare.dir) / "runs"))
     return Launch(member, one, seed, repetition)

@@ -34,7 +34,7 @@ def read(folder: Path) -> Comparison:
         raise ConfigError(f"{folder}: no comparison (it has no {PLAN}); pretrain compare CONFIG makes one") from None
     except ValueError:
         raise ConfigError(f"{folder / PLAN}: damaged; the pretrain compare that made it writes it anew, and keeps what is done") from None
-    shared = {key: plan[key] for key in ("kind", "machine")}
+    shared = {key: plan[key] for key in ("kind", "machine", "config_file", "overrides")}
     rows = [read_row({**shared, **launch}, folder / "runs" / launch["run"], plan["skip_steps"]) for launch in plan["launches"]]
     return Comparison(folder, plan, rows)
 
@@ -47,8 +47,9 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
         raise ConfigError(f"comparisons of speed and of learning make two reports: {', '.join(map(str, folders))}")
     output.mkdir(parents=True, exist_ok=True)
     rows = list(_labelled(comparisons))
-    after = _equal_time(rows) if kinds == ["learning"] else None
-    blocks = list(_blocks(comparisons, rows, after, output))
+    if kinds == ["learning"]:
+        _equal_time(rows)
+    blocks = list(_blocks(comparisons, rows, output))
     files = {"index.html": as_html(TITLE, blocks), "report.md": as_markdown(blocks), "appendix.tex": appendix(summaries(rows))}
     for name, text in files.items():
         (output / name).write_text(text, "utf-8")
@@ -57,40 +58,51 @@ def report(folders: Sequence[Path], output: Path) -> list[Path]:
 
 
 def _labelled(comparisons: Sequence[Comparison]) -> Iterator[Row]:
-    """Each keeps its rows: `place` is within which rows may be compared."""
+    """Each keeps its rows, and of one that several machines had a part in, each machine: `place` is within which rows may be compared."""
     names = [comparison.folder.name for comparison in comparisons]
     for comparison in comparisons:
         name = comparison.folder.name
-        label = f" ({name if names.count(name) == 1 else comparison.folder})" if len(comparisons) > 1 else ""
+        whose = f" ({name if names.count(name) == 1 else comparison.folder})" if len(comparisons) > 1 else ""
+        several = len({row.given["machine"] for row in comparison.rows if row.run}) > 1
         for row in comparison.rows:
+            label = whose + (f" ({row.given['machine']})" if several else "")
             row.member += label
-            row.given |= {key: row.given[key] + label for key in ("group", "base")} | {"place": row.given["machine"] + label}
+            row.given |= {key: row.given[key] + label for key in ("group", "base")} | {"place": row.given["machine"] + whose}
             yield row
 
 
-def _equal_time(rows: Sequence[Row]) -> float | None:
-    """Seconds that every run trained at least; fills in everybody's loss at that time."""
-    times = [row.numbers["train_seconds"] for row in rows if "train_seconds" in row.numbers]
-    if not times:
-        return None
-    for row in rows:
-        if row.run and (loss := loss_after(row.run, min(times))) is not None:
-            row.numbers["loss_after_time"] = loss
-    return min(times)
+def _equal_time(rows: Sequence[Row]) -> None:
+    """Fills in everybody's loss after the seconds that every run of its place trained at least."""
+    for place in {row.given["place"] for row in rows}:
+        timed = [row for row in rows if row.given["place"] == place and "train_seconds" in row.numbers]
+        after = min((row.numbers["train_seconds"] for row in timed), default=0.0)
+        for row in timed:
+            if row.run and (loss := loss_after(row.run, after)) is not None:
+                row.numbers |= {"loss_after_time": loss, "equal_time": after}
 
 
-def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float | None, output: Path) -> Iterator[Block]:
-    plan = comparisons[0].plan
+def _shown(every: Sequence[Summary], best: Mapping[str, tuple[str, int]]) -> list[Summary]:
+    """Of what was tuned the best alone; where nothing came of any, the first."""
+    chosen = {group: member for group, (member, _) in best.items()}
+    for summary in every:
+        if summary.given["tried"]:
+            chosen.setdefault(summary.given["group"], summary.member)
+    return [summary for summary in every if not summary.given["tried"] or chosen[summary.given["group"]] == summary.member]
+
+
+def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], output: Path) -> Iterator[Block]:
+    kind = comparisons[0].plan["kind"]
     best = best_tried(rows)
     every = summaries(rows)
-    shown = [summary for summary in every if not summary.given.get("tried") or best.get(summary.given["group"], ("",))[0] == summary.member]
+    shown = _shown(every, best)
     yield Heading(TITLE, 1)
     yield from _opening(comparisons, every)
     yield Heading("Verdict")
-    yield from verdict(shown, plan["kind"], plan["config_file"], plan["overrides"])
-    if plan["kind"] == "speed":
+    yield from verdict(shown, kind)
+    if kind == "speed":
         yield Heading("Speed")
-        yield Text(_speed_note(plan))
+        for note in dict.fromkeys(_speed_note(comparison.plan) for comparison in comparisons):
+            yield Text(note)
         yield tables.speed(shown)
         yield Heading("Where the time of an update goes")
         yield Text("Medians over launches. " + "; ".join(_methods(rows)) + ".")
@@ -98,10 +110,10 @@ def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float
     else:
         yield Heading("Learning")
         yield Text(
-            f"Every member saw the same number of tokens; losses are means over seeds ± their standard deviation, training losses of the last {LAST} "
-            f"logged updates. Fewer than {SEEDS} seeds, or {ROUNDS} rounds of a local method, say nothing: such cells are left open."
+            f"Every member saw the same number of tokens; losses are means over seeds ± their standard deviation, training losses over the last {LAST:.0%} "
+            f"of the tokens. Fewer than {SEEDS} seeds, or {ROUNDS} rounds of a local method, say nothing: such cells are left open."
         )
-        yield tables.learning(shown, after)
+        yield tables.learning(shown)
     yield Heading("Memory, bytes, checkpoints")
     yield Text(
         "Memory is the largest of any rank: the allocator's peak on GPUs, the resident process on CPUs, Python and libraries included. Bytes are what a "
@@ -126,7 +138,7 @@ def _blocks(comparisons: Sequence[Comparison], rows: Sequence[Row], after: float
         yield Heading("Tuned")
         yield Text("Each member at the best of what it tried, by its first seed. Where that lies at an edge, a better one may lie beyond.")
         yield tuned
-    if open_ := tables.missing(shown):
+    if open_ := tables.missing(every):
         yield Heading("What has no numbers")
         yield open_
     yield Heading("Figures")
@@ -163,13 +175,14 @@ def _network(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 def _speed_note(plan: Mapping[str, Any]) -> str:
     weak = " Weak scaling: the batch grows with the processes." if plan["scaling"] == "weak" else ""
     return (
-        f"Medians over {_launches(plan['repetitions'])}; the first {plan['skip_steps']} updates of each are not counted. "
+        f"{_launches(plan['repetitions'])}; the first {plan['skip_steps']} are not counted, nor are those of PowerSGD before it begins. "
         f"Evaluations and checkpoints are not in these times.{weak}"
     )
 
 
 def _launches(repetitions: int) -> str:
-    return f"{repetitions} launches of each member, which took turns" if repetitions > 1 else "the updates of one launch of each member"
+    several = f"Medians over {repetitions} launches of each member, which took turns, each the mean over its updates"
+    return several if repetitions > 1 else "Means over the updates of one launch of each member"
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:
@@ -191,9 +204,10 @@ def _tuned(best: Mapping[str, tuple[str, int]], every: Sequence[Summary]) -> Tab
     rows = []
     for group, (member, count) in best.items():
         tried = {summary.member: summary.given["tried"] for summary in every if summary.given["group"] == group}
-        chosen = tried[member]
-        edges = [key for key in chosen if _at_an_edge(chosen[key], [others[key] for others in tried.values()])]
-        rows.append([group, ", ".join(f"{key}={value}" for key, value in chosen.items()), str(count), ", ".join(edges) or tables.ABSENT])
+        chosen, finished = tried[member], [s.given["tried"] for s in every if s.given["group"] == group and s.finished]
+        edges = [key for key in chosen if _at_an_edge(chosen[key], [others[key] for others in finished])]
+        counted = f"{count}" if count == len(tried) else f"{count} of {len(tried)}"
+        rows.append([group, ", ".join(f"{key}={value}" for key, value in chosen.items()), counted, ", ".join(edges) or tables.ABSENT])
     return Table(["member", "best", "tried", "at an edge"], rows) if rows else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pretrain import step_parts
-from pretrain.compare.running import DONE
+from pretrain.compare.running import DONE, said_in
 from pretrain.report import Run, read_run
 from pretrain.runfolder import read_status
 
@@ -19,7 +19,7 @@ PARTS = ("compute", "communication", "optimizer", "data", "host")
 ROUNDS = 20  # outer rounds below which what a local method learnt says nothing about it
 SEEDS = 3
 UNSETTLED = ("not run", "running", "stopped", "unfinished")  # states of launches that may still come to something
-LAST = 5  # logged losses that a final loss averages: one alone is noisy
+LAST = 0.05  # share of the tokens over which a final training loss is averaged: one update alone is noisy
 
 
 @dataclass
@@ -66,6 +66,14 @@ class Summary:
         return stdev(found) if len(found := self.values(key)) > 1 else None
 
     @property
+    def lost(self) -> list[Row]:
+        """Launches that ended with nothing, or with a loss that is no number."""
+        ends = [(row, [row.numbers[key] for key in ("loss", "val_loss") if key in row.numbers]) for row in self.finished]
+        return [row for row in self.rows if row.state in ("failed", "refused")] + [
+            row for row, found in ends if not np.all(np.isfinite(found))
+        ]
+
+    @property
     def reason(self) -> str:
         return next((f"{row.state}: {row.reason}" for row in self.rows if row.state not in ("finished", "not run")), "not run")
 
@@ -76,12 +84,15 @@ def read_row(given: Mapping[str, Any], folder: Path, skip_steps: int) -> Row:
     status = read_status(folder)
     if status is not None:
         row.state, row.reason = status["state"], " ".join(str(status["reason"]).split("\n")[0].split())
+    elif (log := said_in(folder)).exists() and (said := log.read_text("utf-8", "replace").split("\n")[:-1]):
+        row.state, row.reason = "failed", f"no run: {' '.join(said[-1].split())}"
     if not (folder / DONE).exists():
         row.state = "unfinished" if row.state == "finished" else row.state
         return row
     row.run = read_run(folder)
     measured = json.loads((folder / DONE).read_text("utf-8"))
-    row.numbers = {**_trained(row.run, skip_steps), **{key: float(value) for key, value in measured.items()}}
+    row.given |= {"precision": row.run.facts.get("precision", row.given["precision"]), "machine": measured["machine"]}
+    row.numbers = {**_trained(row.run, skip_steps), "checkpoint_bytes": float(measured["checkpoint_bytes"])}
     if (parts_file := folder / step_parts.FILE).exists():
         found = json.loads(parts_file.read_text("utf-8"))
         row.method = found["method"]
@@ -90,11 +101,18 @@ def read_row(given: Mapping[str, Any], folder: Path, skip_steps: int) -> Row:
     if row.numbers.pop("whole_rounds", 1.0) == 0 and "step_seconds" in row.numbers:  # then the parts lack what the synchronisation took
         own = sum(row.numbers[f"{part}_seconds"] for part in PARTS if part != "communication")
         row.numbers["communication_seconds"] = max(0.0, row.numbers["step_seconds"] - own)
+    simulated = row.run.config["strategy"].get("simulate")  # replicas that take turns say nothing about time or bytes
+    unknown = _TIMES if simulated else ("loss", "val_loss") if row.given["kind"] == "speed" else ()
+    row.numbers = {key: value for key, value in row.numbers.items() if not key.startswith(unknown)}
     return row
 
 
+_TIMES = ("train_seconds", "tokens_per_second", "step_", "sent_", "wire_", *(f"{part}_seconds" for part in PARTS))
+
+
 def _trained(run: Run, skip_steps: int) -> dict[str, float]:
-    """Speeds are of the updates after `skip_steps`, as far as the log tells them apart; of local methods, of whole rounds among them."""
+    """Speeds are of the updates after `skip_steps`, as far as the log tells them apart; of local methods, of whole rounds among them; of PowerSGD,
+    of those that it compresses."""
     logged = [line for line in run.rows if "loss" in line]
     if not logged:
         return {}
@@ -102,12 +120,13 @@ def _trained(run: Run, skip_steps: int) -> dict[str, float]:
     found: dict[str, float] = {
         key: float(last[key]) for key in ("tokens", "train_seconds", "wire_bytes_total", "peak_memory_bytes", "step") if key in last
     }
-    found["loss"] = mean(line["loss"] for line in logged[-LAST:])
+    found["loss"] = mean(line["loss"] for line in logged if line["tokens"] > (1 - LAST) * last["tokens"])
     validated = [line["val_loss"] for line in run.rows if "val_loss" in line]
     if validated:
         found["val_loss"] = validated[-1]
-    counted = [line for line in logged if line["step"] >= skip_steps]
-    every = (run.facts.get("strategy_options") or {}).get("sync_every", 1)
+    options = run.facts.get("strategy_options") or {}
+    counted = [line for line in logged if line["step"] >= max(skip_steps, options.get("start_step") or 0)]
+    every = options.get("sync_every", 1)
     whole = [line for line in counted if (last["step"] - line["step"]) % every == 0]
     first = whole[0] if len(whole) > 1 else (counted or [last])[0]
     if last["step"] > first["step"]:
@@ -153,8 +172,8 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 
 
 def best_tried(rows: Sequence[Row]) -> dict[str, tuple[str, int]]:
-    """Of members that were tuned: the group's name -> (its best member, how many were tried). By validation loss, or speed where there is none,
-    and by the first seed, which is the one that all have."""
+    """Of members that were tuned: the group's name -> (its best member, how many it was chosen from). By validation loss, or speed where there
+    is none, and by the first seed, which is the one that all have."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.given.get("tried"):
@@ -164,7 +183,7 @@ def best_tried(rows: Sequence[Row]) -> dict[str, tuple[str, int]]:
         tried = summaries(row for row in launched if row.given["seed"] == launched[0].given["seed"])
         done = [one for one in tried if one.finished]
         if done:
-            best[group] = min(done, key=_badness).member, len(tried)
+            best[group] = min(done, key=_badness).member, len(done)
     return best
 
 

@@ -1,12 +1,16 @@
 """Launch after launch, each by `pretrain train` with its own folder; what is done is not done again."""
 
+import fcntl
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
@@ -14,8 +18,8 @@ from omegaconf import OmegaConf
 
 from pretrain.checkpoint import newest_first
 from pretrain.compare.members import Launch
-from pretrain.config import as_run
-from pretrain.runfolder import read_status, write_atomic
+from pretrain.config import ConfigError, as_run
+from pretrain.runfolder import in_use, read_status, write_atomic
 from pretrain.supervise import end_with_parent
 from pretrain.watch import duration
 
@@ -27,11 +31,28 @@ class Interrupted(Exception):
     """A launch was asked to stop: the comparison goes on another time."""
 
 
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """One comparison at a time in a folder: two would measure each other. Raises ConfigError naming the other one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ConfigError(f"{folder} is in use by {lock.read()}; wait for it, or choose another compare.dir") from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        lock.flush()
+        yield
+
+
 def run_all(launches: Sequence[Launch], kind: str, say: Callable[[str], None]) -> None:
-    """Raises Interrupted."""
-    todo = [launch for launch in launches if not (launch.folder / DONE).exists()]
-    if len(todo) < len(launches):
-        say(f"{len(launches) - len(todo)} of {len(launches)} launches are done already")
+    """Raises Interrupted, and ConfigError where a launch is still running."""
+    every = {launch.folder: launch for launch in launches}  # two members that are the same are one launch
+    todo = [launch for folder, launch in every.items() if not (folder / DONE).exists()]
+    if len(todo) < len(every):
+        say(f"{len(every) - len(todo)} of {len(every)} launches are done already")
     took: dict[str, list[float]] = {}
     so_far: list[float] = []
     for number, launch in enumerate(todo, 1):
@@ -49,20 +70,39 @@ def title(launch: Launch, kind: str) -> str:
 
 
 def run(launch: Launch, kind: str) -> str:
-    """How it ended, in a few words. Raises Interrupted."""
-    folder, name = launch.folder, launch.cfg.run.name
-    if kind == "speed":  # the second half of a launch would not be one
-        shutil.rmtree(folder, ignore_errors=True)
-    config = write_config(launch)
-    log_file = folder.parent.parent / "logs" / f"{name}.txt"
+    """How it ended, in a few words. Raises Interrupted, and ConfigError where it is still running."""
+    begin_anew(launch, kind)
+    config, log_file = write_config(launch), said_in(launch.folder)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "w", encoding="utf-8") as log:
         status = _wait(subprocess.Popen(
             [sys.executable, "-m", "pretrain.cli", "train", str(config), "--", "--num_processes", str(launch.member.processes)],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent))  # fmt: skip
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent, env=environment(launch)))  # fmt: skip
     if status == STOPPED:
         raise Interrupted
     return take_note(launch, kind) or f"no run, see {log_file}"
+
+
+def environment(launch: Launch) -> dict[str, str]:
+    """nn.DataParallel takes every GPU that it sees: here as many as other members have processes."""
+    count = next(iter(launch.cfg.compare.processes), None)
+    if launch.member.strategy != "dataparallel" or count is None:
+        return dict(os.environ)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:count])}
+
+
+def begin_anew(launch: Launch, kind: str) -> None:
+    """Of speed, where the second half of a launch would not be one. Raises ConfigError where it is still running."""
+    if owner := in_use(launch.folder):
+        raise ConfigError(owner)
+    if kind == "speed":
+        shutil.rmtree(launch.folder, ignore_errors=True)
+
+
+def said_in(folder: Path) -> Path:
+    """What the launch with this run folder said."""
+    return folder.parent.parent / "logs" / f"{folder.name}.txt"
 
 
 def write_config(launch: Launch) -> Path:
@@ -81,10 +121,23 @@ def take_note(launch: Launch, kind: str) -> str:
     if not (folder / DONE).exists():
         newest = newest_first(folder / "checkpoints")[0]
         size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-        write_atomic(folder / DONE, json.dumps({"checkpoint_bytes": size}))
+        write_atomic(folder / DONE, json.dumps({"checkpoint_bytes": size, "machine": machine()}))
     if kind == "speed":
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return "finished"
+
+
+def machine() -> str:
+    """`2 × NVIDIA H100 80GB HBM3`, or `2 cores of AMD EPYC 7B13`."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    name = "an unknown CPU"
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{os.cpu_count()} cores of {name}"
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> int:

@@ -1,6 +1,7 @@
 """The tables of a comparison. A column in which nobody has anything is left out; what is missing is a dash."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pretrain.compare.blocks import Table
 from pretrain.compare.results import PARTS, ROUNDS, SEEDS, Summary
@@ -78,7 +79,7 @@ def _ratio(summary: Summary, key: str, measured: str) -> str:
     return ABSENT if said is None or not found else f"{said / found:.2f}"
 
 
-def learning(summaries: Sequence[Summary], after: float | None) -> Table:
+def learning(summaries: Sequence[Summary]) -> Table:
     cells: dict[str, Cell] = {
         "member": name,
         "tokens": number("tokens", "{:,.0f}".format),
@@ -91,8 +92,12 @@ def learning(summaries: Sequence[Summary], after: float | None) -> Table:
         "rounds": number("rounds", "{:.0f}".format),
         "seeds": lambda s: f"{len(s.finished)}" if len(s.finished) == len(s.rows) else f"{len(s.finished)} of {len(s.rows)}",
     }
-    if after is not None:
-        cells[f"training loss after {after:,.0f} s"] = loss("loss_after_time")
+    times = {after for s in summaries if (after := s.middle("equal_time")) is not None}
+    cells["training loss after equal time" if len(times) > 1 else f"training loss after {max(times, default=0):,.0f} s"] = loss(
+        "loss_after_time"
+    )
+    if len(times) > 1:
+        cells["that time"] = number("equal_time", "{:,.0f} s".format)
     return columns(summaries, cells)
 
 
@@ -136,37 +141,54 @@ def loss(key: str) -> Cell:
         if why := too_short(summary):
             return why
         value, spread = summary.average(key), summary.spread(key)
-        return ABSENT if value is None else f"{value:.4f}" + (f" ± {spread:.4f}" if spread is not None else "")
+        lost = f" ({len(summary.lost)} of {len(summary.rows)} lost)" if summary.lost else ""
+        return ABSENT if value is None else f"{value:.4f}" + (f" ± {spread:.4f}" if spread is not None else "") + lost
 
     return cell
 
 
-def ratio_to(base: str, summaries: Sequence[Summary], key: str) -> Cell:
-    """Against the member of that strategy with the same processes, precision and batch."""
-
+def ratio_to(strategy: str, summaries: Sequence[Summary], key: str) -> Cell:
     def cell(summary: Summary) -> str:
-        value = summary.middle(key)
-        for other in summaries:
-            if other.given["strategy"] == base and comparable(other, summary) and value is not None and (found := other.middle(key)):
-                return f"{value / found:.2f}"
-        return ABSENT
+        base, value = base_of(strategy, summary, summaries, key), summary.middle(key)
+        return ABSENT if base is None or value is None else f"{value / (base.middle(key) or value):.2f}"
 
     return cell
 
 
-def comparable(one: Summary, other: Summary) -> bool:
-    return all(one.given[key] == other.given[key] for key in ("processes", "precision", "batch_tokens", "micro", "place"))
+def base_of(strategy: str, summary: Summary, summaries: Sequence[Summary], key: str) -> Summary | None:
+    """The member of that strategy that does the same work, if there is one with numbers: rather in micro-batches of the same size, and rather
+    the one with the strategy's defaults."""
+    fitting = [one for one in summaries if one.given["strategy"] == strategy and work(one) == work(summary) and one.middle(key)]
+
+    def distance(one: Summary) -> tuple[bool, int]:
+        return one.given["micro"] != summary.given["micro"], sum(name.startswith("strategy.options") for name in one.given["values"])
+
+    return min(fitting, key=distance, default=None)
+
+
+def work(summary: Summary) -> tuple[Any, ...]:
+    """Where it is equal, speeds compare strategies: place, processes, precision, batch, and whatever else an update consists of. What was
+    tuned is the member's own affair."""
+    given = summary.given
+    own = {key: value for key, value in given["values"].items() if key not in given["tried"] and not key.startswith(_NO_WORK)}
+    return given["place"], given["processes"], given["precision"], given["batch_tokens"], sorted(map(repr, own.items()))
+
+
+# Of what a member may have of its own, what leaves an update's work as it is: how it is spread, and how many there are. A batch and a
+# precision are compared as they came to be.
+_NO_WORK = ("strategy.", "batch.", "run.", "train.max_", "train.epochs", "optim.lr", "optim.warmup_steps", "optim.schedule")
 
 
 def scaling(summaries: Sequence[Summary]) -> Cell:
-    """Tokens/s per process, against the same group's on the fewest."""
+    """Tokens/s per process, against the same group's on the fewest that have any."""
 
     def cell(summary: Summary) -> str:
-        family = [s for s in summaries if s.given["base"] == summary.given["base"]]
-        least = min(family, key=lambda s: int(s.given["processes"]))
-        value, first = summary.middle("tokens_per_second"), least.middle("tokens_per_second")
-        if len({s.given["processes"] for s in family}) < 2 or value is None or not first:
+        timed = [s for s in summaries if s.given["base"] == summary.given["base"] and s.middle("tokens_per_second")]
+        value = summary.middle("tokens_per_second")
+        if len({s.given["processes"] for s in timed}) < 2 or value is None:
             return ABSENT
+        least = min(timed, key=lambda s: int(s.given["processes"]))
+        first = least.middle("tokens_per_second") or value
         return f"{value / summary.given['processes'] / (first / least.given['processes']):.0%}"
 
     return cell

@@ -3,7 +3,7 @@ gradients accumulate in fp32, and the optimiser gets fp32."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,7 @@ class DDPPowerSGD(DDP):
         o: PowerSGDOptions = self.options
         tenth = layout.steps // 10
         self.start = max(2, cfg.optim.warmup_steps, tenth) if o.start_step is None else o.start_step
+        self.options = replace(o, start_step=self.start)  # config.yaml has what is in use
         if self.start >= layout.steps:
             raise ConfigError(
                 f"strategy.name={self.name} compresses after {self.start:,} updates (strategy.options.start_step, by default the larger of "
