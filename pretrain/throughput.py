@@ -57,6 +57,7 @@ class Clock:
         self.parts: dict[str, float] | None = None  # seconds of each part of an update, where they are measured
         self._mark = time.perf_counter()
         self._paused = 0.0
+        self._apart_since: float | None = None
 
     def begin(self) -> None:
         """Training starts now: what came before was set-up."""
@@ -66,12 +67,13 @@ class Clock:
     def apart(self, what: str) -> Iterator[None]:
         """Time in here is not training."""
         self._synchronize()
-        start = time.perf_counter()
+        self._apart_since = start = time.perf_counter()
         try:
             yield
         finally:
             self._synchronize()
             seconds = time.perf_counter() - start
+            self._apart_since = None
             self.other[what] = self.other.get(what, 0.0) + seconds
             self._paused += seconds
 
@@ -101,8 +103,9 @@ class Clock:
         return seconds, data
 
     def train_seconds_now(self) -> float:
-        """Cumulative, up to this moment."""
-        return self.train_seconds + time.perf_counter() - self._mark - self._paused
+        """Cumulative, up to this moment, or up to where time was set apart, which it still is."""
+        now = time.perf_counter() if self._apart_since is None else self._apart_since
+        return self.train_seconds + now - self._mark - self._paused
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -53,6 +53,18 @@ def test_evaluations_and_saves_are_not_training_time(at: FakeTime) -> None:
     assert clock.other == {"warm-up": 7.0, "evaluation": 11.0, "checkpoint": 30.0}
 
 
+def test_a_save_writes_down_no_time_of_its_own(at: FakeTime) -> None:
+    """Nor the wait for the checkpoint before it: it would be added up at every resume."""
+    clock = Clock(CPU, 100.0)
+    clock.begin()
+    at.now += 2
+    with clock.apart("checkpoint"):
+        at.now += 30
+        assert clock.train_seconds_now() == 102.0
+    at.now += 1
+    assert clock.train_seconds_now() == 103.0
+
+
 def test_the_parts_of_an_update_are_timed_where_that_is_asked_for(at: FakeTime) -> None:
     clock = Clock(CPU, 0.0)
 
