@@ -37,24 +37,40 @@ class Lines:
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.path, self.say = path, say
-        self._waiting: list[str] = []
+        self._waiting: list[Mapping[str, Any]] = []
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._waiting.append(json.dumps(record) + "\n")
-        size: int | None = None  # before this line; unknown where the file cannot be opened
+        self._waiting.append(record)
+        if (error := self.flush()) and len(self._waiting) == 1:
+            self.say(f"{self.path} cannot be written: {error.strerror}; its lines are kept in memory until there is room")
+
+    def flush(self) -> OSError | None:
+        """Write what waits; why it waits on, if it does."""
+        text = "".join(json.dumps(record) + "\n" for record in self._waiting).encode()
+        size: int | None = None  # before these lines; unknown where the file cannot be opened
         try:
-            with open(self.path, "ab", buffering=0) as file:
-                size = file.tell()
-                text = "".join(self._waiting).encode()
-                if file.write(text) < len(text):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._waiting.clear()
+            if text:
+                with open(self.path, "ab", buffering=0) as file:
+                    size = file.tell()
+                    if file.write(text) < len(text):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            if len(self._waiting) == 1:
-                self.say(f"{self.path} cannot be written: {error.strerror}; its lines are kept in memory until there is room")
             if size is not None:
                 with suppress(OSError):
                     os.truncate(self.path, size)  # half a line
+            return error
+        self._waiting.clear()
+        return None
+
+    def close(self) -> None:
+        """Nothing comes after: the last chance of what waits, which is told where it fails."""
+        if error := self.flush():
+            self.say(f"{len(self._waiting)} lines of {self.path} were never written: {error.strerror}")
+
+    def cut_back(self, step: float) -> None:
+        """Drop the records of steps after `step`, those that wait, too."""
+        self._waiting = [record for record in self._waiting if record["step"] <= step]
+        cut_back(self.path, step)
 
 
 _owned: dict[Path, IO[str] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import Config, ConfigError
-from pretrain.runfolder import Lines, cut_back
+from pretrain.runfolder import Lines
 
 
 def check(cfg: Config) -> None:
@@ -41,9 +41,13 @@ class Tracker:
 
     def cut_back(self, step: int) -> None:
         """What came after `step` has not happened. W&B and TensorBoard keep it, and get the steps again."""
-        cut_back(self._lines.path, step if step else -1)
+        self._lines.cut_back(step if step else -1)
+
+    def flush(self) -> None:
+        self._lines.flush()
 
     def finish(self) -> None:
+        self._lines.close()
         for name, tracker in list(self._copies.items()):
             self._guarded(name, tracker.finish)
 

@@ -245,6 +245,9 @@ def whole_model(job: Job) -> Iterator[torch.nn.Module | None]:
 def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
     """A checkpoint of the step just finished, unless there is one; it is written while training goes on. One that fails is reported and
     tried again at the next interval; where there is none (`must`) it ends the run as failed, since nothing would hold its last steps."""
+    for records in (job.ledger, job.tracker):
+        if records:
+            records.flush()  # a run that is killed goes on from the checkpoint, and without what waits for room
     with job.clock.apart("checkpoint"):
         job.saver.wait()
         if progress.step != job.saver.step:
@@ -279,6 +282,8 @@ def finish(job: Job, progress: Progress, reason: str | None) -> int:
     """Close everything; what the run came to, and what to do next."""
     job.loader.close()
     folder = job.cfg.folder
+    if job.ledger:
+        job.ledger.close()
     if job.tracker:
         job.tracker.finish()
         job.status.write(

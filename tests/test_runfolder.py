@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,46 @@ def test_lines_outlive_a_full_disk(small_disk: Path) -> None:
     ballast.unlink()
     lines.write({"step": 4})
     assert [json.loads(line)["step"] for line in lines.path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Callable[[Lines], Any]:
+    """`with full(lines):` nothing can be written."""
+
+    @contextmanager
+    def disk(lines: Lines) -> Iterator[None]:
+        path, lines.path = lines.path, Path("/dev/full")
+        yield
+        lines.path = path
+
+    return disk
+
+
+def test_lines_that_wait_are_cut_back_too(tmp_path: Path, full: Callable[[Lines], Any]) -> None:
+    """A rollback while the disk is full: the steps that it gives up come again, and once."""
+    lines = Lines(tmp_path / "lines.jsonl", lambda line: None)
+    lines.write({"step": 1})
+    with full(lines):
+        for step in (2, 3):
+            lines.write({"step": step})
+    lines.cut_back(2)
+    lines.write({"step": 3})
+    assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_lines_that_wait_are_written_without_another(tmp_path: Path, full: Callable[[Lines], Any]) -> None:
+    said: list[str] = []
+    lines = Lines(tmp_path / "lines.jsonl", said.append)
+    with full(lines):
+        for step in (1, 2):
+            lines.write({"step": step})
+        lines.flush()
+        lines.close()
+    assert len(said) == 2, "when it begins, and at the end"
+    assert said[1] == "2 lines of /dev/full were never written: No space left on device"
+    lines.close()
+    assert lines.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert len(said) == 2
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:

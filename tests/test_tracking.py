@@ -61,6 +61,23 @@ def test_lines_are_appended_whole_and_at_once(cfg: Callable[..., Config], tmp_pa
     assert "NaN" not in path.read_text()
 
 
+def test_lines_that_a_full_disk_has_kept_back_come_once_and_at_the_end(cfg: Callable[..., Config], tmp_path: Path) -> None:
+    """Of steps 2 to 4, kept in memory, a rollback gives up two; nothing but the end comes after them."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracker = Tracker(cfg(), FACTS, 0, lambda line: None)
+    tracker.log({"step": 1})
+    tracker._lines.path = Path("/dev/full")
+    for step in (2, 3, 4):
+        tracker.log({"step": step})
+    tracker._lines.path = path
+    tracker.cut_back(2)
+    tracker._lines.path = Path("/dev/full")
+    tracker.log({"step": 3})
+    tracker._lines.path = path
+    tracker.finish()
+    assert [row["step"] for row in drive.lines(path)] == [1, 2, 3]
+
+
 class Breaking:
     """A W&B that raises at one of its calls."""
 
