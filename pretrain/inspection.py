@@ -22,18 +22,25 @@ def inspect_run(folder: Path, *, ledger: bool) -> list[str]:
 
 
 def check_ledger(path: Path) -> list[str]:
-    """Follows the ledger over all restarts: the positions of the steps that count must join. Raises ConfigError where they don't."""
+    """Follows the ledger over all restarts: the positions of the steps that count must join, from 0 or from where the checkpoint of another
+    run was taken. Raises ConfigError where they don't."""
     if not path.exists():
         raise ConfigError(f"{path} is missing: no step was taken")
     history: dict[int, tuple[int, int]] = {}
     passed_over: dict[int, int] = {}  # first window -> end
     repeated = retried = torn = 0
     restarts = set()
+    begins, begun_from = 0, ""
     for line in path.read_text("utf-8").splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             torn += 1
+            continue
+        if "from" in entry:
+            begins, begun_from = entry["position"], entry["from"]
+            repeated += len(history)
+            history, passed_over = {}, {}
             continue
         if "passed_over" in entry:
             begin, passed_over[begin] = entry["passed_over"]
@@ -51,7 +58,9 @@ def check_ledger(path: Path) -> list[str]:
                 del history[later]
                 repeated += 1
         history[step] = tuple(entry["position"])
-    position = 0
+    if not history:
+        raise ConfigError(f"{path}: no step was taken")
+    position = begins
     for step in sorted(history):
         start, stop = history[step]
         while position < start and position in passed_over:
@@ -64,7 +73,8 @@ def check_ledger(path: Path) -> list[str]:
         position = stop
     left_out = sum(end - begin for begin, end in passed_over.items())
     return [
-        f"ledger      steps {min(history):,} to {max(history):,} join without gap or overlap: positions 0 to {position:,}, each window once per epoch",
+        f"ledger      steps {min(history):,} to {max(history):,} join without gap or overlap: positions {begins:,} to {position:,}, each window once per epoch",
+        *([f"            begun from {begun_from}"] if begun_from else ()),
         f"            {len(restarts)} starts; {repeated:,} steps were taken again after a restart, {retried:,} retried at a lower loss scale",
         *([f"            {torn} lines are torn"] if torn else ()),
         *([f"            {left_out:,} windows were passed over by rollbacks"] if left_out else ()),

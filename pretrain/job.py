@@ -155,7 +155,7 @@ def start(
 def _open(job: Job, found: Start, facts: dict[str, Any], notes: list[str], began: float) -> None:
     """From a job that is made to one that trains: its records, what the user should know of it, and the warm-up."""
     if job.is_main:
-        _open_records(job, facts, found.progress)
+        _open_records(job, facts, found)
     job.say("\n".join([_headline(job, facts), *(f"  {note}" for note in notes)]))
     step = found.progress.step
     job.say(f"resuming from {found.checkpoint} at step {step:,}" if found.checkpoint else f"starting at step 0 in {job.cfg.folder}")
@@ -228,9 +228,9 @@ def _claim(folder: Path) -> None:
     runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
 
 
-def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
+def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:
     """The main process's files: config.yaml, code/, metrics cut back to where the run starts, the tokenizer, the trackers."""
-    cfg, folder = job.cfg, job.cfg.folder
+    cfg, folder, progress = job.cfg, job.cfg.folder, found.progress
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint.clean(folder / "checkpoints")
     for leftover in folder.glob("*.json.*.tmp"):  # of a file that was being replaced
@@ -242,6 +242,10 @@ def _open_records(job: Job, facts: dict[str, Any], progress: Progress) -> None:
         job.say(f"code changed since the first start: {', '.join(files)}")
     runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step else -1)
     runfolder.cut_back(folder / "ledger.jsonl", math.inf)
+    if found.checkpoint and found.checkpoint.resolve().parent != job.saver.folder.resolve():
+        job.ledger.write(
+            {"step": progress.step, "restart": progress.restarts, "position": progress.position, "from": str(found.checkpoint)}
+        )
     source = Path(cfg.data.train[0].path) / "tokenizer"
     if source.is_dir() and not (folder / "tokenizer").exists():
         shutil.copytree(source, folder / "tokenizer")

@@ -36,7 +36,7 @@ class Reference:
 
 def read_reference(folder: Path) -> Reference:
     metrics = [_comparable(line) for line in _lines(folder / "metrics.jsonl")[0]]
-    windows = {line["step"]: (line["position"], line["windows"]) for line in _lines(folder / "ledger.jsonl")[0]}
+    windows = {line["step"]: (line["position"], line["windows"]) for line in _steps_taken(folder)[0]}
     final = checkpoint.path_of(folder / "checkpoints", metrics[-1]["step"])
     return Reference(metrics, windows, tensor_hashes(final), exported_hashes(folder))
 
@@ -46,7 +46,7 @@ def whole(folder: Path, reference: Reference) -> list[str]:
     problems = [*records(folder, reference), *_status_of_the_end(folder, reference.steps)]
     missing = reference.metrics[len(_lines(folder / "metrics.jsonl")[0]) :]
     problems += [f"metrics.jsonl ends before {_name(missing[0])}"] if missing else []
-    steps = {line["step"] for line in _lines(folder / "ledger.jsonl")[0]}
+    steps = {line["step"] for line in _steps_taken(folder)[0]}
     problems += [f"ledger.jsonl has no step {step}" for step in sorted(reference.windows.keys() - steps)[:1]]
     try:
         check_ledger(folder / "ledger.jsonl")
@@ -74,7 +74,7 @@ def records(folder: Path, reference: Reference) -> list[str]:
             break
     taken = [_name(line) for line in lines]
     problems += [f"metrics.jsonl has {twice} twice" for twice in sorted({name for name in taken if taken.count(name) > 1})[:1]]
-    entries, torn = _lines(folder / "ledger.jsonl")
+    entries, torn = _steps_taken(folder)
     problems += torn
     for entry in entries:
         if (entry["position"], entry["windows"]) != reference.windows.get(entry["step"]):
@@ -84,7 +84,7 @@ def records(folder: Path, reference: Reference) -> list[str]:
 
 
 def steps_repeated(folder: Path) -> int:
-    steps = [line["step"] for line in _lines(folder / "ledger.jsonl")[0]]
+    steps = [line["step"] for line in _steps_taken(folder)[0]]
     return len(steps) - len(set(steps))
 
 
@@ -172,6 +172,12 @@ def _status_of_the_end(folder: Path, steps: int) -> list[str]:
     if status is None or (status["state"], status["exit_status"], status["step"]) != ("finished", 0, steps):
         return [f"status.json is {status}"]
     return []
+
+
+def _steps_taken(folder: Path) -> tuple[list[Line], list[str]]:
+    """The ledger's, without rollbacks and starts from other runs' checkpoints."""
+    found, problems = _lines(folder / "ledger.jsonl")
+    return [entry for entry in found if "windows" in entry], problems
 
 
 def _lines(path: Path) -> tuple[list[Line], list[str]]:

@@ -214,8 +214,12 @@ def test_run_resume(stopped: Path, tmp_path: Path) -> None:
 
 def test_a_path_into_another_run_starts_from_its_checkpoint(ranks: Ranks, stopped: Path) -> None:
     at = run_folder(stopped) / "checkpoints" / "step_00000003"
-    rows, _, _ = ranks.run(drive.whole, stopped, ["run.name=branch", f"run.resume={at}"], size=1)[0]
-    assert [row["step"] for row in rows] == [4, 5, 6]
+    rows, _, _ = ranks.run(drive.whole, stopped, ["run.name=branch", f"run.resume={at}"], 1, size=1)[0]
+    assert [row["step"] for row in rows] == [4]
+    ranks.run(drive.whole, stopped, ["run.name=branch"], size=1)
+    said = check_ledger(run_folder(stopped, "run.name=branch") / "ledger.jsonl")
+    assert "steps 4 to 6 join without gap or overlap: positions 24 to 48" in said[0]
+    assert f"begun from {at}" in said[1]
 
 
 def test_only_damaged_checkpoints_is_not_step_0(stopped: Path) -> None:
