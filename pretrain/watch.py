@@ -116,7 +116,7 @@ class Watch:
         seconds, data_seconds = job.clock.interval()
         steps = progress.step - self.logged_step
         wire = job.strategy.wire(progress.step)
-        tokens_per_second = steps * job.layout.windows * job.layout.sequence_length / seconds
+        tokens_per_second = sum(batch.tokens for batch in self.seen) / seconds
         flops_per_second = tokens_per_second * job.flops_per_token / job.world.size
         metrics = {
             "step": progress.step,

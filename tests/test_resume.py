@@ -313,6 +313,12 @@ def test_the_end_is_saved_once_and_unlogged_steps_are_logged_at_the_end(ranks: R
     assert [row["step"] for row in rows] == [4, 7]
 
 
+def test_a_short_last_update_has_the_speed_of_its_own_tokens(ranks: Ranks, config: Config) -> None:
+    """Of 8 windows an update, the last has one."""
+    rows, _, _ = ranks.run(drive.whole, config({"train.max_steps": None, "train.max_tokens": 144}), [], size=1)[0]
+    assert [row["tokens_per_second"] * row["step_seconds"] for row in rows] == pytest.approx([128, 16])
+
+
 def test_a_future_that_was_given_up_is_cut_from_the_log(ranks: Ranks, config: Config) -> None:
     """Killed after step 5 with the last checkpoint at 3: the log goes on from 4, no step twice."""
     path = config({"train.checkpoint_every": 3})
