@@ -188,7 +188,7 @@ def _own_folder(cfg: Config, world: launch.World, control: dist.ProcessGroup | N
 
 def _find_start(cfg: Config, numbers: Layout, tell: Callable[[str], None], control: dist.ProcessGroup | None) -> Start:
     found = find_start(cfg, tell, control)
-    if found.checkpoint is not None and numbers.finished(found.progress.step, found.progress.position):
+    if found.checkpoint is not None and found.progress.over(numbers):
         longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
         raise Finished(
             f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain import checkpoint
-from pretrain.config import Config, ConfigError, identity
+from pretrain.config import Config, ConfigError, Layout, identity
 from pretrain.order import shares
 from pretrain.ranks import broadcast, rank_in, together
 from pretrain.runfolder import changed_keys
@@ -26,6 +26,22 @@ class Progress:
     restarts: int = 0
     attempt: int = 0  # retries of the current update
     passed_over: list[list[int]] = field(default_factory=list)  # [first, end) of the windows that a rollback leaves out
+
+    @property
+    def next_position(self) -> int:
+        """Where the next update begins."""
+        return past(self.passed_over, self.position)
+
+    def over(self, layout: Layout) -> bool:
+        """Whether there is no next update: what a rollback leaves out may have been the last of a run that ends with its data."""
+        return layout.finished(self.step, self.next_position)
+
+
+def past(windows: list[list[int]], position: int) -> int:
+    """The first position from here on that is not to be passed over."""
+    for begin, end in sorted(windows):
+        position = end if begin <= position < end else position
+    return position
 
 
 @dataclass

@@ -30,13 +30,6 @@ def go_back(job: Job, progress: Progress, watch: Watch, found: GoBack) -> None:
             f"({len(progress.passed_over)} of {most} times)")  # fmt: skip
 
 
-def past(windows: list[list[int]], position: int) -> int:
-    """The first position from here on that is not to be passed over."""
-    for begin, end in sorted(windows):
-        position = end if begin <= position < end else position
-    return position
-
-
 def _rewrite_history(job: Job, progress: Progress, found: GoBack) -> None:
     """What came after the checkpoint has not happened: a restart must not go on from it."""
     if job.ledger:

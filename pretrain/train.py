@@ -32,7 +32,7 @@ from pretrain.loader import GlobalBatch, evaluation_batches
 from pretrain.network import namespaces
 from pretrain.optim import lr_at, set_lr
 from pretrain.resume import Progress
-from pretrain.rollback import go_back, past
+from pretrain.rollback import go_back
 from pretrain.shards import ShardError
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, StepResult
@@ -113,15 +113,16 @@ def train(job: Job, progress: Progress) -> str | None:
 
 def train_on(job: Job, progress: Progress, watch: Watch) -> str | None:
     every = job.cfg.train
-    if progress.step == 0:
+    gone_back_to_the_end = progress.over(job.layout) and every.eval_every and progress.step % every.eval_every
+    if progress.step == 0 or gone_back_to_the_end:
         evaluate(job, progress)
-    while not job.layout.finished(progress.step, progress.position):
+    while not progress.over(job.layout):
         if (reason := job.stops.agreed(job.control)) and job.strategy.may_save(progress.step):
             save(job, progress, watch, must=True)
             return reason
         if not take_step(job, progress, watch):
             continue
-        step, last = progress.step, job.layout.finished(progress.step, progress.position)
+        step, last = progress.step, progress.over(job.layout)
         if every.check_replicas_every and step % every.check_replicas_every == 0:
             compare_replicas(job, step)
         if every.eval_every and (last or step % every.eval_every == 0):
@@ -137,7 +138,7 @@ def take_step(job: Job, progress: Progress, watch: Watch) -> bool:
     """One update and its records. False where fp16 overflowed and the same windows are to be tried again."""
     step = progress.step + 1
     with watch.tracer.step(step), watch.hang:
-        progress.position = past(progress.passed_over, progress.position)
+        progress.position = progress.next_position
         batch, loss_sum, result = update(job, step, progress.position)
         record_windows(job, progress, batch)
         if job.strategy.must_retry(result):
@@ -145,7 +146,7 @@ def take_step(job: Job, progress: Progress, watch: Watch) -> bool:
             return False
         watch.note(step, batch, loss_sum, result)
         advance(job, progress, batch)
-        if step % job.cfg.train.log_every == 0 or job.layout.finished(step, batch.stop):  # waits for the device: where a hang shows on GPUs
+        if step % job.cfg.train.log_every == 0 or progress.over(job.layout):  # waits for the device: where a hang shows on GPUs
             watch.log(progress, batch, loss_sum, result)
     return True
 

@@ -13,7 +13,7 @@ from group import Ranks
 
 from pretrain import checkpoint, train
 from pretrain.inspection import check_ledger
-from pretrain.rollback import past
+from pretrain.resume import Progress, past
 from pretrain.spikes import FEWEST, Spikes
 from pretrain.watch import NonFinite
 
@@ -21,8 +21,12 @@ Config = Callable[..., Path]
 WINDOWS = 8  # of an update
 
 
-def whole(path: Path, overrides: list[str], bad: list[int], times: float, passed_over: list[list[int]]) -> tuple[drive.Rows, drive.Weights]:
-    """Updates whose first window is in `bad` report a loss so many times too large, not a number included, on the last rank."""
+def whole(
+    path: Path, overrides: list[str], bad: list[int], times: float, passed_over: list[list[int]],
+    stop: Callable[[Progress], bool] = lambda progress: False,
+) -> tuple[drive.Rows, drive.Weights, str | None]:  # fmt: skip
+    """Updates whose first window is in `bad` report a loss so many times too large, not a number included, on the last rank. Returns this
+    start's log lines and weights, and why it stopped."""
     original = train.update
 
     def update(job: Any, step: int, position: int) -> Any:
@@ -36,13 +40,15 @@ def whole(path: Path, overrides: list[str], bad: list[int], times: float, passed
     train.update = update
     try:
         job, progress = drive.begin(path, overrides)
-        progress.passed_over = passed_over
+        progress.passed_over += passed_over
+        job.stops.agreed = lambda group: "SIGTERM" if stop(progress) else None  # type: ignore[method-assign]
+        before = progress.step
         with contextlib.closing(job.loader):
-            train.train(job, progress)
+            reason = train.train(job, progress)
         if job.tracker:
             job.tracker.finish()
-        rows = [row for row in drive.lines(job.cfg.folder / "metrics.jsonl") if "loss" in row] if job.is_main else []
-        return rows, drive.weights(job)
+        rows = drive.lines(job.cfg.folder / "metrics.jsonl") if job.is_main else []
+        return [row for row in rows if "loss" in row and row["step"] > before], drive.weights(job), reason
     finally:
         train.update = original
         drive.leave()
@@ -64,7 +70,7 @@ def test_a_run_goes_on_past_what_broke_it(ranks: Ranks, config: Config, strategy
     bad = [0, 5 * WINDOWS]
     gone_back = ranks.run(whole, path, [*overrides, "run.name=back"], bad, float("nan"), [], size=2)
     without = ranks.run(whole, path, [*overrides, "run.name=without"], [], 1.0, [[0, 8], [40, 48]], size=2)
-    for (_, weights), (_, expected) in zip(gone_back, without, strict=True):
+    for (_, weights, _), (_, expected, _) in zip(gone_back, without, strict=True):
         assert drive.largest_difference(weights, expected)[0] == 0
     keys = ("step", "position", "tokens", "loss", "lr", "grad_norm")
     assert [[row[k] for k in keys] for row in gone_back[0][0]] == [[row[k] for k in keys] for row in without[0][0]]
@@ -94,6 +100,29 @@ def test_a_loss_that_jumps(ranks: Ranks, config: Config) -> None:
     assert [row["step"] for row in gone_back[0]] == [6, 12, 18, 24, 30, 36, 42, 45]
     assert (folder_of(path, "back") / "checkpoints" / "step_00000040").exists(), "written again"
     check_ledger(folder_of(path, "back") / "ledger.jsonl")
+
+
+@pytest.mark.parametrize(("checkpoint_every", "logged"), [(2, [3, 5]), (1, [3])])
+def test_a_rollback_of_the_last_update_ends_the_run_with_the_one_before(
+    ranks: Ranks, config: Config, checkpoint_every: int, logged: list[int]
+) -> None:
+    """Of a run that ends with its data: nothing is left after the windows of step 6. With a checkpoint of step 5 no step is taken again."""
+    path = config({"data.val": str(config().parent / "toy")})
+    overrides = [
+        *ROLLBACK,
+        "train.max_steps=null",
+        "train.max_tokens=768",
+        "train.eval_every=4",
+        f"train.checkpoint_every={checkpoint_every}",
+    ]
+    ((rows, _, reason),) = ranks.run(whole, path, overrides, [5 * WINDOWS], float("nan"), [], size=1)
+    assert reason is None
+    assert [row["step"] for row in rows] == logged
+    assert [row["step"] for row in drive.lines(folder_of(path, "tiny") / "metrics.jsonl") if "val_loss" in row] == [0, 4, 5]
+    newest = checkpoint.newest_valid(folder_of(path, "tiny") / "checkpoints", pytest.fail)
+    assert newest is not None
+    assert newest.name == "step_00000005"
+    assert "positions 0 to 40" in check_ledger(folder_of(path, "tiny") / "ledger.jsonl")[0]
 
 
 def test_spikes() -> None:
