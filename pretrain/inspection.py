@@ -70,6 +70,9 @@ def check_ledger(path: Path) -> list[str]:
             raise ConfigError(
                 f"{path}: step {step} starts at position {start:,}, the step before it ended at {position:,}: windows were {what}"
             )
+        for begin, end in passed_over.items():
+            if start < end and begin < stop:
+                raise ConfigError(f"{path}: step {step} was trained on windows {begin:,} to {end:,}, which a rollback had passed over")
         position = stop
     left_out = sum(end - begin for begin, end in passed_over.items())
     return [

@@ -11,7 +11,7 @@ from pretrain import checkpoint
 from pretrain.config import Config, ConfigError, Layout, identity
 from pretrain.order import shares
 from pretrain.ranks import broadcast, rank_in, together
-from pretrain.runfolder import changed_keys
+from pretrain.runfolder import changed_keys, records_newest_first
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Progress:
     restarts: int = 0
     attempt: int = 0  # retries of the current update
     passed_over: list[list[int]] = field(default_factory=list)  # [first, end) of the windows that a rollback leaves out
+    losses: list[float] = field(default_factory=list)  # of the last updates, where spikes are looked for
 
     @property
     def next_position(self) -> int:
@@ -65,7 +66,23 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     if start is None:
         raise ConfigError(otherwise or f"run.resume={problems[0]}")
     start.progress.restarts += 1
+    forgotten = broadcast(group, rollbacks_since(cfg.folder / "ledger.jsonl", start.progress.step) if main else [])
+    start.progress.passed_over += [windows for windows in forgotten if windows not in start.progress.passed_over]
     return start
+
+
+def rollbacks_since(ledger: Path, step: int) -> list[list[int]]:
+    """What rollbacks pass over, [first, end) windows, that came after the checkpoint of `step` and before another: no checkpoint tells of
+    them. Reads no further back than to that step."""
+    found = []
+    if ledger.exists():
+        with open(ledger, "rb") as file:
+            for _, entry in records_newest_first(file):
+                if "passed_over" in entry:
+                    found.append(entry["passed_over"])
+                elif entry["step"] <= step:
+                    break
+    return found[::-1]
 
 
 def open_first_valid(paths: list[Path], group: dist.ProcessGroup | None) -> tuple[Start | None, list[str]]:

@@ -241,10 +241,10 @@ def cut_back(path: Path, step: float) -> None:
     no further back, so that a start costs the same at any step."""
     if path.exists():
         with open(path, "r+b") as file:
-            file.truncate(next((end for end, record in _newest_first(file) if record["step"] <= step), 0))
+            file.truncate(next((end for end, record in records_newest_first(file) if record["step"] <= step), 0))
 
 
-def _newest_first(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+def records_newest_first(file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(where it ends, record) of every whole line that is one."""
     start, later = file.seek(0, os.SEEK_END), b""  # what has been read of a line whose beginning has not
     while start:

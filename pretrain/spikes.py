@@ -15,20 +15,20 @@ class Spikes:
     llm.c skips an update by the ordinary z-score over 128 steps (llmc/outlier_detector.h), OLMo-core likewise (SkipStepOptimizer).
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, before: Sequence[float] = ()) -> None:
         self.limit = limit  # 0: nothing is
-        self._before: deque[float] = deque(maxlen=WINDOW)
+        self.before = deque(before, WINDOW)
 
     def first(self, losses: Sequence[float]) -> int | None:
         """The index of the first spike among these, which come after all that was looked at before; what follows it is forgotten."""
         for index, loss in enumerate(losses):
-            if self.limit and len(self._before) >= FEWEST and self.score(loss) > self.limit:
+            if self.limit and len(self.before) >= FEWEST and self.score(loss) > self.limit:
                 return index
             if math.isfinite(loss):
-                self._before.append(loss)
+                self.before.append(loss)
         return None
 
     def score(self, loss: float) -> float:
-        middle = median(self._before)
-        spread = 1.4826 * median(abs(value - middle) for value in self._before)
+        middle = median(self.before)
+        spread = 1.4826 * median(abs(value - middle) for value in self.before)
         return (loss - middle) / max(spread, 1e-6)

@@ -94,7 +94,7 @@ def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
 
 def train(job: Job, progress: Progress) -> str | None:
     """Train to the end (None), or until all ranks agree to stop (the reason)."""
-    watch = Watch(job, progress.step)
+    watch = Watch(job, progress.step, progress.losses)
     if progress.step == 0 and (job.cfg.train.nonfinite == "rollback" or job.cfg.train.spike):
         job.saver.step = -1  # the start is something to go back to
         save(job, progress, watch, must=False)
@@ -252,7 +252,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
     with job.clock.apart("checkpoint"):
         job.saver.wait()
         if progress.step != job.saver.step:
-            watch.gather()
+            watch.look(progress)
             numbers = checkpoint_numbers(job, progress)
             job.saver.start(progress.step, job.strategy.state(), numbers, job.described, copied=job.strategy.copies_state)
         if must and (error := job.saver.wait()):

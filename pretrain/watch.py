@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,23 +44,23 @@ class GoBack(Exception):
 class Watch:
     """Sees every update on the device, and looks at what it saw once per logging interval and before each save."""
 
-    def __init__(self, job: Job, step: int) -> None:
+    def __init__(self, job: Job, step: int, losses: Sequence[float] = ()) -> None:
         self.job = job
         self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
         window = profile_window(job.cfg.train.profile) if job.cfg.train.profile else None
         self.tracer = Tracer(window, job.cfg.folder / "logs", job.world.rank, job.clock)
-        self.begin(step)
+        self.begin(step, losses)
 
-    def begin(self, step: int) -> None:
-        """Nothing has been seen yet: training goes on after `step`."""
+    def begin(self, step: int, losses: Sequence[float]) -> None:
+        """Nothing has been seen yet: training goes on after `step`, whose and earlier losses are these."""
         device = self.job.clock.device
         self.logged_step = step
         self.refused = torch.zeros((), device=device)  # updates since the last log line
         self.first_refused = torch.zeros((), device=device)  # step, 0 for none
         self.first_bad_loss = torch.zeros((), device=device)  # the same, for this rank's own loss
         self.seen: list[GlobalBatch] = []  # since the last log line
-        self.losses: list[Tensor] = []  # of these, where spikes are looked for
-        self.spikes = Spikes(self.job.cfg.train.spike)
+        self.losses: list[Tensor] = []  # of the last of these, not yet looked at, where spikes are looked for
+        self.spikes = Spikes(self.job.cfg.train.spike, losses)
         self.job.clock.begin()
 
     def note(self, step: int, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
@@ -98,21 +98,30 @@ class Watch:
         batch = self.seen[step - self.logged_step - 1]
         return batch.start, batch.stop
 
+    def look(self, progress: Progress, *values: Tensor) -> list[list[float]]:
+        """`gather`, and the losses that have not been looked at: a checkpoint holds no spike, and those that it knows are of steps before it.
+        Raises GoBack, on all ranks alike."""
+        rows = self.gather(*values, *self.losses)
+        if self.losses:
+            self.find_spike([row[-len(self.losses) :] for row in rows])
+            self.losses = []
+            progress.losses = list(self.spikes.before)
+        return rows
+
     def find_spike(self, rows: list[list[float]]) -> None:
-        """`rows`: every rank's loss sums of the steps since the last log line. Raises GoBack, on all ranks alike."""
-        losses = [sum(column) / batch.tokens for column, batch in zip(zip(*rows, strict=True), self.seen, strict=True)]
+        """`rows`: every rank's loss sums of the last updates."""
+        batches = self.seen[-len(self.losses) :]
+        losses = [sum(column) / batch.tokens for column, batch in zip(zip(*rows, strict=True), batches, strict=True)]
         index = self.spikes.first(losses)
         if index is not None:
-            step = self.logged_step + 1 + index
+            step = self.logged_step + 1 + len(self.seen) - len(batches) + index
             score = self.spikes.score(losses[index])
             raise GoBack(f"the loss of step {step:,}, {losses[index]:.4f}, lies {score:.1f} deviations above those before it",
                          step, self.windows_of(step))  # fmt: skip
 
     def log(self, progress: Progress, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
         job = self.job
-        rows = self.gather(loss_sum, result.grad_norm, self.refused, *self.losses)
-        if self.losses:
-            self.find_spike([row[6:] for row in rows])
+        rows = self.look(progress, loss_sum, result.grad_norm, self.refused)
         seconds, data_seconds = job.clock.interval()
         steps = progress.step - self.logged_step
         wire = job.strategy.wire(progress.step)
@@ -143,7 +152,7 @@ class Watch:
         }
         progress.train_seconds = job.clock.train_seconds
         self.logged_step = progress.step
-        self.seen, self.losses = [], []
+        self.seen = []
         self.refused.zero_()
         gc.collect(1)  # here, on every rank at once, and nowhere else
         if job.tracker:

@@ -50,3 +50,10 @@ def test_it_begins_there_anew_where_it_was_killed_before_a_checkpoint_of_its_own
 def test_a_ledger_without_a_step_says_so(tmp_path: Path, entries: tuple[Mapping[str, Any], ...]) -> None:
     with pytest.raises(ConfigError, match=r"ledger\.jsonl: no step was taken"):
         check_ledger(ledger(tmp_path, *entries))
+
+
+def test_windows_that_were_passed_over_and_trained_on_after_all_are_told(tmp_path: Path) -> None:
+    gone_back = (step(1, 0, 8), step(2, 8, 16), back(2, 1, 8, 16))
+    assert "8 windows were passed over" in check_ledger(ledger(tmp_path, *gone_back, step(2, 16, 24)))[2]
+    with pytest.raises(ConfigError, match="step 2 was trained on windows 8 to 16, which a rollback had passed over"):
+        check_ledger(ledger(tmp_path, *gone_back, step(2, 8, 16), step(3, 16, 24)))

@@ -13,6 +13,7 @@ from group import Ranks
 
 from pretrain import checkpoint, train
 from pretrain.inspection import check_ledger
+from pretrain.job import Finished
 from pretrain.resume import Progress, past
 from pretrain.spikes import FEWEST, Spikes
 from pretrain.watch import NonFinite
@@ -21,9 +22,21 @@ Config = Callable[..., Path]
 WINDOWS = 8  # of an update
 
 
+def never(progress: Progress) -> bool:
+    return False
+
+
+def at_step_37(progress: Progress) -> bool:
+    return progress.step == 37
+
+
+def has_gone_back(progress: Progress) -> bool:
+    return bool(progress.passed_over)
+
+
 def whole(
     path: Path, overrides: list[str], bad: list[int], times: float, passed_over: list[list[int]],
-    stop: Callable[[Progress], bool] = lambda progress: False,
+    stop: Callable[[Progress], bool] = never,
 ) -> tuple[drive.Rows, drive.Weights, str | None]:  # fmt: skip
     """Updates whose first window is in `bad` report a loss so many times too large, not a number included, on the last rank. Returns this
     start's log lines and weights, and why it stopped."""
@@ -91,15 +104,33 @@ def test_not_for_ever(ranks: Ranks, config: Config) -> None:
 
 
 def test_a_loss_that_jumps(ranks: Ranks, config: Config) -> None:
-    """At step 40, once there are enough losses to judge by; noticed at the next log line, after a checkpoint that is given up."""
+    """At step 40, once there are enough losses to judge by; noticed before the checkpoint of that step, which would hold it."""
     overrides = [*ROLLBACK, "train.max_steps=45", "train.checkpoint_every=8", "train.log_every=6", "optim.lr=0.001", "train.spike=8"]
     path = config()
     (gone_back,) = ranks.run(whole, path, [*overrides, "run.name=back"], [39 * WINDOWS], 3.0, [], size=1)
     (without,) = ranks.run(whole, path, [*overrides, "run.name=without"], [], 1.0, [[39 * WINDOWS, 40 * WINDOWS]], size=1)
     assert drive.largest_difference(gone_back[1], without[1])[0] == 0
     assert [row["step"] for row in gone_back[0]] == [6, 12, 18, 24, 30, 36, 42, 45]
-    assert (folder_of(path, "back") / "checkpoints" / "step_00000040").exists(), "written again"
-    check_ledger(folder_of(path, "back") / "ledger.jsonl")
+    assert "8 steps were taken again" in check_ledger(folder_of(path, "back") / "ledger.jsonl")[1]
+
+
+def test_what_a_run_has_learnt_of_its_data_outlives_a_restart(ranks: Ranks, config: Config) -> None:
+    """Stopped before the spike of step 40, which a start with nothing to compare with would miss; and stopped once it has gone back, before
+    there is another checkpoint to remember it, or a spike to see again: it ends with the weights of the uninterrupted run."""
+    overrides = [*ROLLBACK, "train.max_steps=45", "train.checkpoint_every=8", "train.log_every=6", "optim.lr=0.001", "train.spike=8"]
+    path, spike = config(), [39 * WINDOWS]
+    (expected,) = ranks.run(whole, path, [*overrides, "run.name=whole"], spike, 3.0, [], size=1)
+    rows: drive.Rows = []
+    for bad, stop in ((spike, at_step_37), (spike, has_gone_back), ([], never)):
+        (part,) = ranks.run(whole, path, [*overrides, "run.name=parts"], bad, 3.0, [], stop, size=1)
+        assert part[2] == (None if stop is never else "SIGTERM")
+        rows += part[0]
+    assert drive.largest_difference(part[1], expected[1])[0] == 0
+    assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in expected[0]]
+    for name in ("whole", "parts"):
+        said = check_ledger(folder_of(path, name) / "ledger.jsonl")
+        assert "positions 0 to 368" in said[0]
+        assert "8 windows were passed over by rollbacks" in said[2]
 
 
 @pytest.mark.parametrize(("checkpoint_every", "logged"), [(2, [3, 5]), (1, [3])])
@@ -123,6 +154,8 @@ def test_a_rollback_of_the_last_update_ends_the_run_with_the_one_before(
     assert newest is not None
     assert newest.name == "step_00000005"
     assert "positions 0 to 40" in check_ledger(folder_of(path, "tiny") / "ledger.jsonl")[0]
+    (again,) = ranks.outcomes(whole, path, overrides, [5 * WINDOWS], float("nan"), [], size=1)
+    assert Finished.__name__ in again.error
 
 
 def test_spikes() -> None:
