@@ -6,6 +6,7 @@ import platform
 import shutil
 import sys
 import time
+from contextlib import suppress
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -77,9 +78,10 @@ class Job:
 
 
 def say(line: str) -> None:
-    """A whole line at once: the checkpoint's thread has something to say, too."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    """A whole line at once: the checkpoint's thread has something to say, too. The run goes on where nobody listens any more."""
+    with suppress(OSError):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 def silent(line: str) -> None:

@@ -56,6 +56,7 @@ def main(arguments: list[str]) -> int:
         return run(arguments, world, stops)
     finally:
         stops.end()
+        leave_output()
 
 
 def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
@@ -317,7 +318,8 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
         message = f"rank {world.rank}: {message}"
     if world.rank == 0 or met_alone:
         aside = status != 0 and "PRETRAIN_LAUNCHED" not in os.environ  # `pretrain train` shows standard output alone
-        print(message, file=sys.stderr if aside else sys.stdout, flush=True)
+        with suppress(OSError):
+            print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
             runfolder.note_end(folder, world.rank, state, status, message)
     if dist.is_initialized():
@@ -330,6 +332,15 @@ def stop_early(folder: Path | None, world: launch.World, reason: str) -> None:
     if world.rank == 0 and folder is not None and runfolder.is_ours(folder):
         runfolder.Status(folder, 0).stop(reason, exit_status=STOPPED)
         os.write(1, f"stopped on request ({reason}) before training began; the same command starts it again\n".encode())
+
+
+def leave_output() -> None:
+    """Python writes once more, as it ends, what could not be written; failing at it, it would end with a status of its own."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed before we came
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(folder: Path | None, world: launch.World, error: Exception, step: int, micro: int | None) -> int:

@@ -301,6 +301,16 @@ def test_a_disk_that_stays_full_is_a_failure_that_is_told(config: Callable[..., 
     assert started.err == ""
 
 
+def test_output_on_a_full_disk_is_lost_and_nothing_else(forks: Forks, config: Callable[..., Path], folder: Path) -> None:
+    """`pretrain train CONFIG > log`: what goes wrong is said there too, and has its own status all the same."""
+    path = config(train={"max_steps": 2})
+    assert forks.start(path, size=1, out=Path("/dev/full")).wait() == [0]
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    assert checkpoints(folder) == [2]
+    assert forks.start(path, "data.train=no/such/set", size=1, out=Path("/dev/full")).wait() == [2]
+    assert json.loads((folder / "status.json").read_text())["state"] == "refused"
+
+
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "read only"

@@ -238,6 +238,20 @@ def test_while_a_checkpoint_is_written(forks: Forks, config: Path, folder: Path,
     assert_only_complete(folder, checkpoints(folder))
 
 
+def test_a_terminal_that_goes_does_not_take_the_run_with_it(forks: Forks, config: Path, folder: Path, tmp_path: Path) -> None:
+    """As `| tee` does, which gets the Ctrl-C first, and a window that is closed: nobody reads any more, and there is a stop to say."""
+    terminal = tmp_path / "terminal"
+    os.mkfifo(terminal)
+    started = forks.start(config, size=1, out=terminal)
+    with open(terminal) as said:
+        assert any(line.startswith("step 3/") for line in said)
+    started.ranks[0].terminate()
+    assert started.wait(SOON) == [75]
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
+    assert_only_complete(folder, [status["step"]])
+
+
 def test_a_time_limit_leaves_time_for_the_last_checkpoint(config: Path, folder: Path, tmp_path: Path) -> None:
     """Long before the limit is over, the first guess at a checkpoint's time being a tenth of it."""
     with launch(pretrain_train(config, "train.time_limit=30s", flags=["--num_processes", "2"]), folder, cwd=tmp_path) as started:

@@ -104,6 +104,14 @@ def check_same(folder: Path, reference: Path) -> None:
     assert any(f"steps 1 to {STEPS} join without gap or overlap" in line for line in check_ledger(folder / "ledger.jsonl"))
 
 
+def test_what_cannot_be_said_ends_no_job() -> None:
+    """Its output may lie on a full disk, and what comes next is the requeue."""
+    (say,) = (line for line in Path(SCRIPT).read_text().splitlines() if line.startswith("say() "))
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(["bash", "-euo", "pipefail", "-c", f"{say}\nsay something\nexit 75"], stdout=full, stderr=subprocess.DEVNULL)
+    assert ran.returncode == 75
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
 def test_two_nodes_are_four_processes(cluster: Cluster, place: Path, whole: Callable[..., Path], strategy: str) -> None:
     job = submit(cluster, place, f"two nodes {strategy}", f"strategy.name={strategy}", flags=["--nodes=2", "--ntasks-per-node=2"])
