@@ -131,13 +131,17 @@ class StopRequests:
         elif self._requested and self._repeated:
             return
         elif self._requested:
-            self.at_once(f"second request to stop ({number.name})")
-            os._exit(1)
+            try:
+                self.at_once(f"second request to stop ({number.name})")
+            finally:
+                os._exit(1)
         else:
             self._requested = _SIGNALS[number]
         if not self._training:
-            self.at_start(_REASONS[self._requested])
-            os._exit(75)
+            try:
+                self.at_start(_REASONS[self._requested])
+            finally:
+                os._exit(75)
 
 
 def is_ending(process: int) -> bool:

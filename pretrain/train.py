@@ -330,8 +330,9 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
 def stop_early(folder: Path | None, world: launch.World, reason: str) -> None:
     """Asked to stop before there was anything to save."""
     if world.rank == 0 and folder is not None and runfolder.is_ours(folder):
-        runfolder.Status(folder, 0).stop(reason, exit_status=STOPPED)
-        os.write(1, f"stopped on request ({reason}) before training began; the same command starts it again\n".encode())
+        with suppress(OSError):
+            runfolder.Status(folder, 0).stop(reason, exit_status=STOPPED)
+        tell(f"stopped on request ({reason}) before training began; the same command starts it again")
 
 
 def leave_output() -> None:
@@ -349,13 +350,16 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
     rank = world.rank
     if isinstance(error, NonFinite):  # all ranks find it together, later than it happened
         step, rank = error.step, rank if error.rank is None else error.rank
-    if folder is None or not runfolder.is_ours(folder):
-        traceback.print_exception(error)
-        report_failure(None, rank, explain(error, micro), step, status)
-    elif report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error)):
-        with suppress(OSError), open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
-            traceback.print_exception(error, file=log)
-    os._exit(status)  # an ordinary exit would wait in collectives for the others
+    try:
+        if folder is None or not runfolder.is_ours(folder):
+            with suppress(OSError):
+                traceback.print_exception(error)
+            report_failure(None, rank, explain(error, micro), step, status)
+        elif report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error)):
+            with suppress(OSError), open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
+    finally:
+        os._exit(status)  # an ordinary exit would wait in collectives for the others
 
 
 def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED, *, again: bool = False) -> bool:
@@ -364,8 +368,14 @@ def report_failure(folder: Path | None, rank: int, reason: str, step: int, statu
         if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status, again=again):
             return False
     log = f" (traceback in {folder}/logs/rank_{rank}.txt)" if folder else ""
-    os.write(1, f"rank {rank} failed at step {step:,}: {reason}{log}\n".encode())
+    tell(f"rank {rank} failed at step {step:,}: {reason}{log}")
     return True
+
+
+def tell(line: str) -> None:
+    """From any thread, whatever the others hold."""
+    with suppress(OSError):
+        os.write(1, f"{line}\n".encode())
 
 
 def lost_contact(error: Exception) -> bool:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -201,13 +202,15 @@ class HangWatch:
             time.sleep(min(1.0, self.seconds / 4))
             since = self._since
             if since is not None and time.monotonic() - since > self.seconds:
-                with open(self.log, "a", encoding="utf-8") as log:
-                    faulthandler.dump_traceback(log, all_threads=True)
-                self.report(
-                    f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}",
-                    again=True,
-                )
-                os._exit(1)
+                try:
+                    with suppress(OSError), open(self.log, "a", encoding="utf-8") as log:
+                        faulthandler.dump_traceback(log, all_threads=True)
+                    self.report(
+                        f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}",
+                        again=True,
+                    )
+                finally:
+                    os._exit(1)
 
 
 def progress_line(job: Job, m: dict[str, Any]) -> str:

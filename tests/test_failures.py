@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import Forks
+from imported import forking
 from launching import (
     SEQUENCE,
     START,
@@ -31,8 +33,11 @@ from launching import (
     write_config,
 )
 
-from pretrain import checkpoint
+from pretrain import checkpoint, runfolder, train
+from pretrain.config import ConfigError
+from pretrain.launch import World
 from pretrain.train import explain
+from pretrain.watch import HangWatch
 
 pytestmark = pytest.mark.launch
 TOGETHER = 20.0  # seconds in which all processes must be gone after a failure
@@ -79,6 +84,7 @@ FAULTS = {
     "kill": (False, 6, "lost contact with another rank"),
 }
 AT_ONCE = 4
+GIVE_UP = 10.0  # seconds after which what should have been ended ends by itself, with status 0
 
 
 def complete(folder: Path) -> list[int]:
@@ -309,6 +315,59 @@ def test_output_on_a_full_disk_is_lost_and_nothing_else(forks: Forks, config: Ca
     assert checkpoints(folder) == [2]
     assert forks.start(path, "data.train=no/such/set", size=1, out=Path("/dev/full")).wait() == [2]
     assert json.loads((folder / "status.json").read_text())["state"] == "refused"
+
+
+def fail_with(folder: Path, out: Path, ours: bool, explain: Callable[..., str]) -> None:
+    """What the user has to mend, found too late: with a status that no exception has."""
+    for number, path in ((1, out), (2, Path("/dev/full"))):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), number)
+    if ours:
+        runfolder.join(folder)
+    train.explain = explain
+    train.fail(folder, World(0, 0, 1, 1), ConfigError("something to mend"), 3, None)
+
+
+def unexplained(*_: object) -> str:
+    raise RuntimeError("no words for it")
+
+
+@pytest.mark.parametrize(("ours", "out"), [(True, "/dev/full"), (False, "out")])
+def test_a_failure_that_cannot_be_told_everywhere_is_told_elsewhere(tmp_path: Path, ours: bool, out: str) -> None:
+    """Standard error, and with it perhaps standard output, is on a full disk."""
+    (tmp_path / "logs").mkdir()
+    process = forking().Process(target=fail_with, args=(tmp_path, tmp_path / out, ours, explain))
+    process.start()
+    process.join(START)
+    assert process.exitcode == 2
+    told = tmp_path / ("logs/rank_0.txt" if ours else "out")
+    assert "something to mend" in told.read_text()
+    assert not ours or (runfolder.read_status(tmp_path) or {})["reason"] == "something to mend"
+
+
+def test_a_failure_in_telling_of_one_ends_the_process(tmp_path: Path) -> None:
+    """Otherwise it would wait for the threads that still save."""
+    process = forking().Process(target=fail_with, args=(tmp_path, tmp_path / "out", True, unexplained))
+    process.start()
+    process.join(START)
+    assert process.exitcode == 2
+
+
+def hang(log: Path, told: Path) -> None:
+    def report(reason: str, *, again: bool) -> None:
+        told.write_text(reason)
+        raise OSError("nowhere to say it")
+
+    with HangWatch(0.2, report, str(log)):
+        threading.Event().wait(GIVE_UP)
+
+
+def test_a_hang_ends_where_it_cannot_be_told(tmp_path: Path) -> None:
+    process = forking().Process(target=hang, args=(tmp_path / "none" / "rank_0.txt", tmp_path / "told"))
+    process.start()
+    process.join(START)
+    assert process.exitcode == 1
+    assert "no step was finished in 0.2 seconds" in (tmp_path / "told").read_text()
 
 
 @pytest.fixture

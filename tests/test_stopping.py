@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from forked import Forks
-from launching import Launch, accelerate, checkpoints, launch, make_set, pretrain_train, read_lines, several, write_config
+from imported import forking
+from launching import START, Launch, accelerate, checkpoints, launch, make_set, pretrain_train, read_lines, several, write_config
 
-from pretrain import checkpoint, stopping
+from pretrain import checkpoint, runfolder, stopping, train
 from pretrain.inspection import check_ledger
+from pretrain.launch import World
 
 pytestmark = pytest.mark.launch
 # A request that comes while Python ends: module objects go when it has put the signals' handlers back.
@@ -48,6 +51,39 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_request_at_the_very_end_changes_nothing() -> None:
     assert subprocess.run([sys.executable, "-c", AT_THE_VERY_END]).returncode == 0
+
+
+def fail_to_tell(*_: object) -> None:
+    raise OSError("nowhere to say it")
+
+
+def ask_twice(training: bool) -> None:
+    stops = stopping.StopRequests(follow_launcher=False)
+    stops.at_start = stops.at_once = fail_to_tell
+    if training:
+        stops.begin()
+    for number in (TERM, INT):
+        os.kill(os.getpid(), number)
+    threading.Event().wait(10)  # then with status 0
+
+
+def exit_status_of(act: Callable[..., None], *arguments: object) -> int | None:
+    process = forking().Process(target=act, args=arguments)
+    process.start()
+    process.join(START)
+    return process.exitcode
+
+
+def test_a_request_that_cannot_be_told_ends_the_process_all_the_same() -> None:
+    assert exit_status_of(ask_twice, False) == 75
+    assert exit_status_of(ask_twice, True) == 1
+
+
+def test_a_stop_that_cannot_be_recorded_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gone"
+    monkeypatch.setitem(runfolder._owned, folder, None)
+    train.stop_early(folder, World(0, 0, 1, 1), "SIGTERM")
+    assert capfd.readouterr().out == "stopped on request (SIGTERM) before training began; the same command starts it again\n"
 
 
 def check_stopped(started: Launch, reason: str | tuple[str, ...], exit_status: int | None = 75) -> int:
