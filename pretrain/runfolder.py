@@ -73,6 +73,7 @@ class Lines:
         cut_back(self.path, step)
 
 
+_HELD = (BlockingIOError, PermissionError)  # what flock raises where another has the lock; the latter over NFS
 _owned: dict[Path, IO[str] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives
 
 
@@ -84,12 +85,16 @@ def claim(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name") from None
     while True:
-        with suppress(OSError):
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        if owner := in_use(folder):  # otherwise somebody else was looking just then
+        except _HELD:
+            problem = in_use(folder)  # none: somebody else was looking just then
+        except OSError as error:
+            problem = _no_locks(folder, error)
+        if problem:
             lock.close()
-            raise ConfigError(owner)
+            raise ConfigError(problem)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
@@ -106,17 +111,23 @@ def is_ours(folder: Path | None) -> bool:
 
 
 def in_use(folder: Path) -> str | None:
-    """Who owns the run folder and how to go on; None where nobody does."""
+    """Why nobody else may have the run folder, who owns it for one, and how to go on; None where nobody does."""
     try:
         with open(folder / ".lock", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
-            except OSError:
+            except _HELD:
                 owner = lock.read().strip() or "another process"
+            except OSError as error:
+                return _no_locks(folder, error)
     except OSError:
         return None
     return f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
+
+
+def _no_locks(folder: Path, error: OSError) -> str:
+    return f"{folder}'s file system keeps no locks ({error.strerror}): mount it with flock, or put run.dir elsewhere"
 
 
 class Status:

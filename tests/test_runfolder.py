@@ -1,5 +1,7 @@
 """One run folder, one owner; its records are whole lines, and the first failure is the one that stands."""
 
+import errno
+import fcntl
 import json
 import math
 import multiprocessing
@@ -90,6 +92,21 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write the run folder .*: Not a directory; choose another with run\.dir or run\.name"):
         claim(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """And nobody is waited for."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = f"{tmp_path}'s file system keeps no locks ({os.strerror(number)}): mount it with flock, or put run.dir elsewhere"
+    with pytest.raises(ConfigError) as caught:
+        claim(tmp_path)
+    assert str(caught.value) == in_use(tmp_path) == said
+    assert not is_ours(tmp_path)
 
 
 def test_the_first_failure_stands(tmp_path: Path) -> None:
