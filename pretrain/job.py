@@ -227,7 +227,10 @@ def warm_up(job: Job) -> dict[str, str]:
 
 def _claim(folder: Path) -> None:
     runfolder.claim(folder)
-    runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
+    try:
+        runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
+    except OSError as error:
+        raise runfolder.cannot_write(folder, error) from None
 
 
 def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:

@@ -74,16 +74,16 @@ class Lines:
 
 
 _HELD = (BlockingIOError, PermissionError)  # what flock raises where another has the lock; the latter over NFS
-_owned: dict[Path, IO[str] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives
+_owned: dict[Path, IO[bytes] | None] = {}  # run folders of this launch; the main process holds their locks for as long as it lives
 
 
 def claim(folder: Path) -> None:
     """Become the run folder's only owner for as long as this process lives. Raises ConfigError naming the owner."""
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 — held for the life of the run
+        lock = open(folder / ".lock", "a+b", buffering=0)  # noqa: SIM115 — held for the life of the run
     except OSError as error:
-        raise ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name") from None
+        raise cannot_write(folder, error) from None
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,9 +95,12 @@ def claim(folder: Path) -> None:
         if problem:
             lock.close()
             raise ConfigError(problem)
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    lock.flush()
+    try:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+    except OSError as error:
+        lock.close()
+        raise cannot_write(folder, error) from None
     _owned[folder] = lock
 
 
@@ -126,6 +129,10 @@ def in_use(folder: Path) -> str | None:
     return f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
 
 
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name")
+
+
 def _no_locks(folder: Path, error: OSError) -> str:
     return f"{folder}'s file system keeps no locks ({error.strerror}): mount it with flock, or put run.dir elsewhere"
 
@@ -145,7 +152,7 @@ class Status:
         try:
             write_atomic(self.path, text)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.path.exists():
                 raise
             with open(self.path, "r+b", buffering=0) as file:  # a full disk has room where the last record lies
                 file.write(text.encode())

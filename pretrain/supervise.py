@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 import psutil
@@ -16,10 +17,11 @@ from omegaconf import OmegaConf
 
 from pretrain import config
 from pretrain.network import namespaces
-from pretrain.runfolder import Status, in_use, note_end, read_status
+from pretrain.runfolder import Status, cannot_write, in_use, note_end, read_status
 
 TRAINER = Path(__file__).with_name("train.py")
 _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
+_FIRST_RECORDS = 1 << 16  # bytes: what is written into a run folder before step 1, without the copy of the code
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -50,11 +52,11 @@ def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[s
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=logs) as probe:  # a trainer that finds the disk full has no room to record that
+            probe.write(bytes(_FIRST_RECORDS))
         noise = open(logs / "launcher.log", "a", encoding="utf-8")  # noqa: SIM115 — closed below
     except OSError as error:
-        raise config.ConfigError(
-            f"cannot write the run folder {cfg.folder}: {error.strerror}; choose another with run.dir or run.name"
-        ) from None
+        raise cannot_write(cfg.folder, error) from None
     if owner := in_use(cfg.folder):
         raise config.ConfigError(owner)
     processes = _processes(launcher_flags)

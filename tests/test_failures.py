@@ -370,6 +370,20 @@ def test_a_hang_ends_where_it_cannot_be_told(tmp_path: Path) -> None:
     assert "no step was finished in 0.2 seconds" in (tmp_path / "told").read_text()
 
 
+@pytest.mark.parametrize("free", [0, 4096])
+def test_a_start_on_a_full_disk(forks: Forks, config: Callable[..., Path], tmp_path: Path, small_disk: Path, free: int) -> None:
+    """Where there is no room for the first record, and where there is for one and no second."""
+    path, folder = config(run={"dir": str(small_disk)}), small_disk / "bad"
+    (folder / "logs").mkdir(parents=True)
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - free))
+    said = f"cannot write the run folder {folder}: No space left on device; choose another with run.dir or run.name\n"
+    ranks = forks.start(path, size=2, out=tmp_path / "out")
+    assert ranks.wait() == [2, 2]
+    assert ranks.said == said
+    (folder / ".lock").unlink()
+    assert forks.pretrain(["train", str(path)], cwd=tmp_path) == (2, "", said)
+
+
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "read only"

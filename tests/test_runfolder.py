@@ -109,6 +109,20 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
     assert not is_ours(tmp_path)
 
 
+def test_a_folder_on_a_full_disk_is_nobodys(small_disk: Path) -> None:
+    """A second try, by the same process, meets no lock of the first one's."""
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    kept = []  # and with them what their frames hold
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cannot write the run folder .*: No space left on device; choose another") as caught:
+            claim(small_disk)
+        kept.append(caught)
+    assert not is_ours(small_disk)
+    assert in_use(small_disk) is None
+    with pytest.raises(OSError, match="No space left on device"):
+        Status(small_disk, 0).write("running")
+
+
 def test_the_first_failure_stands(tmp_path: Path) -> None:
     Status(tmp_path, 0).write("running", step=7)
     assert Status(tmp_path, 2).fail("out of memory", step=8)
