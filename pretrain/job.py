@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -253,7 +252,7 @@ def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:
         )
     source = Path(cfg.data.train[0].path) / "tokenizer"
     if source.is_dir() and not (folder / "tokenizer").exists():
-        shutil.copytree(source, folder / "tokenizer")
+        runfolder.copy_whole(source, folder / "tokenizer")
     if cfg.train.sample_every and (folder / "tokenizer").exists():
         job.tokenizer = load_tokenizer(folder)
     job.tracker = Tracker(cfg, facts, progress.step, job.say)

@@ -22,14 +22,27 @@ PACKAGE = Path(__file__).parent
 _BLOCK = 1 << 16  # bytes
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
+    """Readers find the old text or the new one; with `sync`, some milliseconds, after a loss of power too."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
         temporary.rename(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """A folder that appears complete or not at all."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    temporary.rename(target)
 
 
 class Lines:
@@ -150,7 +163,7 @@ class Status:
                   "rank": self.rank, "launch": os.environ.get("PRETRAIN_LAUNCHED", ""), "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}  # fmt: skip
         text = json.dumps(record) + "\n"
         try:
-            write_atomic(self.path, text)
+            write_atomic(self.path, text, sync=state != "running")  # how far it is, which it says at every log line, is not worth the wait
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.path.exists():
                 raise
@@ -218,13 +231,22 @@ def wait_for_end(folder: Path | None, seconds: float) -> bool:
 def record_config(folder: Path, effective: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Write config.yaml. Returns a line per fact that differs from the previous start: versions, machine, threads."""
     path, changed = folder / "config.yaml", []
-    if path.exists():
-        before = OmegaConf.to_container(OmegaConf.load(path)).get("facts", {})  # type: ignore[union-attr]
-        for name, value in facts.items():
-            if name in before and before[name] != value and name not in ("overrides", "config_file"):
-                changed.append(f"{name}: {before[name]} -> {value}")
+    before = _facts_in(path)
+    for name, value in facts.items():
+        if name in before and before[name] != value and name not in ("overrides", "config_file"):
+            changed.append(f"{name}: {before[name]} -> {value}")
     write_atomic(path, OmegaConf.to_yaml(OmegaConf.create({**effective, "facts": dict(facts)})))
     return changed
+
+
+def _facts_in(path: Path) -> Mapping[str, Any]:
+    """Those of a config.yaml; none of one that is not there or, after a loss of power, not whole."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception:  # yaml raises a dozen classes
+        return {}
+    facts = found.get("facts") if isinstance(found, dict) else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def code_hash() -> str:

@@ -25,6 +25,7 @@ from pretrain.runfolder import (
     Status,
     changed_keys,
     claim,
+    copy_whole,
     cut_back,
     in_use,
     is_ours,
@@ -165,6 +166,43 @@ def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert path.read_text() == "old"
 
 
+def test_what_replaces_a_file_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a loss of power would leave a file of zeros. How far a run is, noted at every log line, is not worth the wait."""
+    synced: list[str] = []
+
+    def fsync(_: int) -> None:
+        (new,) = tmp_path.glob("*.tmp")
+        synced.append(new.read_text())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomic(tmp_path / "config.yaml", "new")
+    assert synced == ["new"]
+    Status(tmp_path, 0).write("running")
+    Status(tmp_path, 0).reached(5)
+    assert synced == ["new"]
+    Status(tmp_path, 0).write("finished", step=6, exit_status=0)
+    assert '"finished"' in synced[-1]
+
+
+def test_a_copy_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "set" / "tokenizer", tmp_path / "tokenizer"
+    source.mkdir(parents=True)
+    (source / "tokenizer.json").write_text("{}")
+
+    def cut_short(_: Path, where: Path, **__: object) -> None:
+        where.mkdir()
+        (where / "half").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", cut_short)
+        with pytest.raises(OSError, match="No space left"):
+            copy_whole(source, target)
+    assert not target.exists()
+    copy_whole(source, target)
+    assert [(path.name, path.read_text()) for path in target.iterdir()] == [("tokenizer.json", "{}")]
+
+
 def test_half_a_status_is_none(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     (tmp_path / "status.json").write_text('{"state": "run')
@@ -198,6 +236,13 @@ def test_config_yaml_and_what_changed_since_the_last_start(tmp_path: Path) -> No
     assert record_config(tmp_path, {"run": {"seed": 1}}, facts) == []
     changed = record_config(tmp_path, {}, {**facts, "threads": 4, "overrides": ["b"], "versions": {"torch": "2.14.0"}, "new": 1})
     assert changed == ["threads: 2 -> 4", "versions: {'torch': '2.13.0'} -> {'torch': '2.14.0'}"]
+
+
+@pytest.mark.parametrize("left", ["", "\0" * 100, "facts:\n  threads: 2\n  vers", "facts: {", "- 1", "facts:"])
+def test_a_config_yaml_that_a_loss_of_power_left_is_replaced(tmp_path: Path, left: str) -> None:
+    (tmp_path / "config.yaml").write_text(left)
+    record_config(tmp_path, {}, {"versions": "new"})
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == {"facts": {"versions": "new"}}
 
 
 def test_the_code_that_ran_is_kept_and_later_changes_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
