@@ -51,8 +51,9 @@ class StopRequests:
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
-    def __init__(self, *, follow_launcher: bool, orphaned: bool = False, repeated: bool = False) -> None:
-        """`repeated`: requests come several times each, and a second one means nothing."""
+    def __init__(self, *, follow_launcher: bool, orphaned: bool = False, repeated: bool = False, launch_time: float = 0.0) -> None:
+        """`repeated`: requests come several times each, and a second one means nothing. `launch_time`: a stop file that is older is a leftover;
+        by the time that we listen, the user has waited through seconds of imports."""
         self._requested, self._repeated = 0, repeated
         self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
         self.at_once: Callable[..., object] = print  # the same for one that has
@@ -62,7 +63,7 @@ class StopRequests:
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._stop_file: Path | None = None
         self._limit: TimeLimit | None = None
-        self._started = time.time()
+        self._launch_time = launch_time
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -84,7 +85,7 @@ class StopRequests:
             signal.signal(number, signal.SIG_IGN)
 
     def watch(self, stop_file: Path, limit: "TimeLimit | None" = None) -> None:
-        """Main process only. A file older than this start is a leftover."""
+        """Main process only."""
         self._stop_file, self._limit = stop_file, limit
 
     def agreed(self, group: dist.ProcessGroup | None) -> str | None:
@@ -111,7 +112,7 @@ class StopRequests:
     def _stop_file_is_new(self) -> bool:
         assert self._stop_file is not None
         try:
-            return self._stop_file.stat().st_mtime >= self._started
+            return self._stop_file.stat().st_mtime >= self._launch_time
         except OSError:
             return False
 

@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan(), repeated=launch.is_in_slurm_step())
+    stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan(), repeated=launch.is_in_slurm_step(),
+                         launch_time=launch.launch_time())  # fmt: skip
     try:
         return run(arguments, world, stops)
     finally:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
@@ -86,6 +87,22 @@ def test_a_stop_that_cannot_be_recorded_is_told(tmp_path: Path, monkeypatch: pyt
     assert capfd.readouterr().out == "stopped on request (SIGTERM) before training began; the same command starts it again\n"
 
 
+def look_for(stop_file: Path, launch_time: float) -> None:
+    stops = stopping.StopRequests(follow_launcher=False, launch_time=launch_time)
+    stops.watch(stop_file)
+    os._exit(10 if stops.agreed(None) == "stop file" else 20)
+
+
+def test_a_stop_file_is_for_the_launch_that_it_is_younger_than(tmp_path: Path) -> None:
+    """However long that imported before it could listen."""
+    stop_file = tmp_path / "stop"
+    stop_file.touch()
+    os.utime(stop_file, (1000.0, 1000.0))
+    assert exit_status_of(look_for, stop_file, 1001.0) == 20
+    assert stop_file.exists()
+    assert exit_status_of(look_for, stop_file, 999.0) == 10
+
+
 def check_stopped(started: Launch, reason: str | tuple[str, ...], exit_status: int | None = 75) -> int:
     """Everything is gone soon, and what was trained is in a checkpoint. Returns the step reached. `reason`: or one of these."""
     found = started.wait(SOON)
@@ -134,6 +151,7 @@ def test_two_processes_stop_together(config: Path, folder: Path, tmp_path: Path)
         reached = check_stopped(started, "SIGTERM")
 
     (folder / "stop").touch()  # a leftover: no reason to stop the next start
+    os.utime(folder / "stop", (time.time() - 2,) * 2)  # the kernel knows to a second when a process has started
     with launch(command, folder, cwd=tmp_path) as started:
         go_on(started, reached)
         started.rank(1).send_signal(USR1)
@@ -192,6 +210,14 @@ def test_before_the_first_step(forks: Forks, config: Path, folder: Path, tmp_pat
         started.signal(TERM)
         assert started.wait(SOON) != 0
     assert checkpoints(folder) in ([], [1])
+
+    early = tmp_path / "runs" / "early"
+    early.mkdir()
+    with launch(pretrain_train(config, "run.name=early"), early, cwd=tmp_path) as started:
+        started.wait_for("the trainer", lambda: trainers(started))
+        (early / "stop").touch()
+        assert started.wait(SOON) == 75
+        assert (started.status()["reason"], started.status()["step"] < 3, (early / "stop").exists()) == ("stop file", True, False)
 
     warm = forks.start(config, "run.name=warm", size=1, out=tmp_path / "warm.out", FAULT="hang:0:0")  # in the warm-up
     warm.wait_for_line("starting at step 0")
