@@ -343,6 +343,25 @@ def test_what_cannot_be_is_refused_by_name(config: Config, overrides: list[str],
     assert message in str(raised.value)
 
 
+OFFLOADED = ["strategy.options.cpu_offload=true", "run.device=cuda"]
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1_grad_op"])
+def test_offloaded_flat_gradients_do_not_add_up_and_are_refused(config: Config, name: str) -> None:
+    """torch keeps the last micro-batch's alone. In one micro-batch there is nothing to add up; whole gradients add up on the GPU."""
+    from pretrain.strategies import choose
+
+    def chosen(*more: str, precision: str = "fp32") -> str:
+        cfg = configs.load(config(), [*OFFLOADED, f"strategy.name={name}", *more], OPTIONS)
+        return choose(cfg, configs.layout(cfg, 2, 100), precision).name
+
+    for precision, whole in (("fp32", "strategy.options.sync_each_micro=false, "), ("bf16", "")):
+        with pytest.raises(configs.ConfigError) as raised:
+            chosen(precision=precision)
+        assert f"{name} would train on the last of 2 micro-batches alone; write {whole}batch.micro=4, or use fsdp2" in str(raised.value)
+    assert chosen("batch.micro=4", precision="bf16") == chosen("strategy.options.sync_each_micro=false") == name
+
+
 @pytest.mark.parametrize(
     ("overrides", "precision", "message"),
     [

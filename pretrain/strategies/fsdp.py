@@ -164,6 +164,12 @@ class FSDP1(_Sharded):
             raise ConfigError(
                 f"strategy.options.sync_each_micro=false: {self.name} would add up micro-batches in {self.precision}; leave it true, or use fsdp2"
             )
+        if self.options.cpu_offload and self.options.sync_each_micro and layout.accumulation > 1:  # torch: "outside no_sync()"
+            whole = "strategy.options.sync_each_micro=false, " if self.precision == "fp32" else ""
+            raise ConfigError(
+                f"strategy.options.cpu_offload=true: {self.name} would train on the last of {layout.accumulation} micro-batches alone; "
+                f"write {whole}batch.micro={layout.micro * layout.accumulation}, or use fsdp2"
+            )
 
     def make_plugin(self) -> FullyShardedDataParallelPlugin:
         half = _HALF.get(self.precision)
