@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drive
@@ -16,7 +17,7 @@ from pretrain import train
 from pretrain.collectives import CollectiveCounter
 from pretrain.job import Job
 from pretrain.optim import local
-from pretrain.strategies import OPTIONS, STRATEGIES
+from pretrain.strategies import OPTIONS, STRATEGIES, Strategy, base
 from pretrain.watch import NonFinite, ReplicasDiffer
 
 Config = Callable[..., Path]
@@ -343,6 +344,28 @@ def test_what_cannot_be_is_refused_by_name(config: Config, overrides: list[str],
     assert message in str(raised.value)
 
 
+class HostShard:
+    """Stands in for a DTensor whose processes meet by NCCL."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device) -> "HostShard":
+        return HostShard(self.tensor.to(device))
+
+    def full_tensor(self) -> torch.Tensor:
+        assert self.tensor.device.type != "cpu", "No backend type associated with device type cpu"
+        return self.tensor
+
+
+def test_offloaded_shards_are_gathered_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = Strategy("fsdp2", None, "fp32")
+    strategy.accelerator = SimpleNamespace(device=torch.device("meta"))  # a GPU's stand-in
+    monkeypatch.setattr(base, "DTensor", HostShard)
+    monkeypatch.setattr(strategy, "model_state", lambda: {"sharded": HostShard(torch.ones(2)), "buffer": torch.ones(2)})
+    assert {name: tensor.device.type for name, tensor in strategy.whole_weights()} == {"sharded": "meta", "buffer": "cpu"}
+
+
 OFFLOADED = ["strategy.options.cpu_offload=true", "run.device=cuda"]
 
 
@@ -367,6 +390,7 @@ def test_offloaded_flat_gradients_do_not_add_up_and_are_refused(config: Config, 
     [
         (["strategy.name=local_sgd", "strategy.options.sync_every=2"], "fp16", "run.precision=fp16, whose replicas would skip different updates; use fp32 or bf16"),
         (["strategy.name=fsdp1", "strategy.options.sync_each_micro=false"], "bf16", "fsdp1 would add up micro-batches in bf16; leave it true, or use fsdp2"),
+        ([*OFFLOADED, "strategy.name=fsdp2"], "fp16", "strategy.options.cpu_offload=true: fsdp2 does not work with run.precision=fp16"),
     ],
 )  # fmt: skip
 def test_a_precision_that_a_strategy_cannot_keep_is_refused(config: Config, overrides: list[str], precision: str, message: str) -> None:

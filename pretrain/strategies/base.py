@@ -260,9 +260,10 @@ class Strategy:
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight in full under its plain name, one after the other. All ranks call it."""
+        """Every weight in full under its plain name, one after the other. All ranks call it. Shards in host memory are gathered on the
+        device: NCCL knows no other place."""
         for name, tensor in self.model_state().items():
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor.to(self.accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
 
     def numbers(self) -> dict[str, Any]:
         """What the checkpoint keeps beside tensors."""

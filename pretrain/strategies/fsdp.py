@@ -245,6 +245,10 @@ class FSDP2(_Sharded):
 
     def check(self, cfg: Config, layout: Layout) -> None:
         super().check(cfg, layout)
+        if self.options.cpu_offload and self.precision == "fp16":  # torch sums overflows over shards where the gradients are, with NCCL
+            raise ConfigError(
+                f"strategy.options.cpu_offload=true: {self.name} does not work with run.precision=fp16; use bf16 or fp32, or fsdp1"
+            )
         reshard, shards = self.options.reshard_after_forward, layout.world_size // self.replicate
         if not isinstance(reshard, bool) and (not 1 < reshard < shards or shards % reshard):
             possible = [n for n in range(2, shards) if shards % n == 0]
