@@ -134,7 +134,7 @@ def start(
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, numbers.steps, tell)
     saver.step, saver.damaged, saver.seconds = progress.step, set(found.damaged), found.numbers.get("save_seconds", 0.0)
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
-              control, saver, described, init_hash, None, None, None, peak_flops(device, precision), flops, compile_mode)  # fmt: skip
+              control, saver, described, init_hash, None, None, None, peak_flops(device, precision, cfg.run.tf32), flops, compile_mode)  # fmt: skip
     facts = {
         "config_file": config_file.stem,
         "overrides": overrides,

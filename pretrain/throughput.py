@@ -1,5 +1,6 @@
 """Where the time goes, how fast that is, and what it is measured against."""
 
+import re
 import resource
 import sys
 import time
@@ -9,34 +10,49 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import record_function
 
-# Dense peak FLOP/s with fp32 accumulation: (name as CUDA reports it, 16-bit, fp32 through TF32), as the makers' data sheets have them,
+# Dense peak FLOP/s with fp32 accumulation: {name: (16-bit, fp32 through TF32 where there is that)}, as the makers' data sheets have them,
 # without sparsity. RTX and MI300X are from memory: check these rows before you quote an MFU.
-PEAKS = (
-    ("B200", 2250e12, 1125e12),
-    ("H200", 989.4e12, 494.7e12),
-    ("H100 PCIe", 756e12, 378e12),
-    ("H100", 989.4e12, 494.7e12),
-    ("A100", 312e12, 156e12),
-    ("V100", 125e12, 15.7e12),
-    ("L40S", 362e12, 183e12),
-    ("L4", 121e12, 60e12),
-    ("RTX 4090", 165.2e12, 82.6e12),
-    ("RTX 3090", 71e12, 35.6e12),
-    ("T4", 65e12, 8.1e12),
-    ("MI300X", 1307.4e12, 653.7e12),
-)
+PEAKS = {
+    "B200": (2250e12, 1125e12),
+    "H200": (989.4e12, 494.7e12),
+    "H100": (989.4e12, 494.7e12),
+    "H100 NVL": (835.5e12, 417.5e12),
+    "H100 PCIe": (756e12, 378e12),
+    "A100": (312e12, 156e12),
+    "A100 PCIe": (312e12, 156e12),
+    "V100": (125e12, 15.7e12),
+    "V100 PCIe": (112e12, 14e12),
+    "L40S": (362e12, 183e12),
+    "L40": (181e12, 90.5e12),
+    "L4": (121e12, 60e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+    "T4": (65e12, 8.1e12),
+    "MI300X": (1307.4e12, 653.7e12),
+}
+_SAYS_NOTHING = re.compile(r"nvidia|geforce|tesla|amd|instinct|oam|vf|sxm\d?|hbm\d?e?|\d+gb")  # of the peak
 
 
-def peak_flops(device: torch.device, precision: str) -> tuple[str, float] | None:
+def known_as(device_name: str) -> str | None:
+    """The row of PEAKS for a name as CUDA reports it. All its words count but maker, socket and memory: a "Laptop GPU", a "D", a "Ti" and a
+    slice by MIG are other GPUs."""
+    words = {word for word in re.split(r"[ -]+", device_name.lower()) if not _SAYS_NOTHING.fullmatch(word)}
+    return next((known for known in PEAKS if set(known.lower().split()) == words), None)
+
+
+def peak_of(known: str, precision: str, tf32: bool) -> float | None:
+    """FLOP/s of dense matrix products; None for fp32 without TF32, which the table does not have."""
+    sixteen, fp32 = PEAKS[known]
+    if precision == "fp32":
+        return fp32 if tf32 else None
+    return sixteen
+
+
+def peak_flops(device: torch.device, precision: str, tf32: bool) -> tuple[str, float] | None:
     """("H100 bf16 989e12", FLOP/s), or None where no peak is known (CPUs, other GPUs): then there is no MFU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for known, sixteen, tf32 in PEAKS:
-        if known in name:
-            peak = tf32 if precision == "fp32" else sixteen
-            return f"{known} {precision} {peak / 1e12:.0f}e12", peak
-    return None
+    known = known_as(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_of(known, precision, tf32) if known else None
+    return (f"{known} {precision} {peak / 1e12:.0f}e12", peak) if peak else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -19,12 +19,14 @@ from pretrain import config as configs
 from pretrain import train
 from pretrain.config import ConfigError
 from pretrain.plan import from_table, here, plan, predict, with_measured
+from pretrain.plan.gpus import GPUS, recognise
 from pretrain.plan.memory import PARTS
 from pretrain.plan.page import WIDTH
 from pretrain.plan.prediction import Prediction, largest_micro, micros
 from pretrain.plan.rates import Machine
 from pretrain.plan.task import understand
 from pretrain.strategies import OPTIONS, STRATEGIES
+from pretrain.throughput import PEAKS
 
 Config = Callable[..., Path]
 ROOT = Path(__file__).parents[1]
@@ -282,6 +284,23 @@ def test_the_largest_micro_batch_is_the_largest(strategy: str) -> None:
     fits = {m: predict(configs.replace(cfg, "batch.micro", m), strategy, 8, machine).fits for m in among}
     assert [m for m in among if fits[m]] == [m for m in among if m <= largest]
     assert not all(fits.values()), "the case must have an end"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "row"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42.3e9, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80gb"),
+        ("Tesla V100-SXM2-16GB", 16.9e9, "v100-16gb"),
+        ("NVIDIA A100 80GB PCIe", 85.1e9, "a100-pcie-80gb"),
+        ("NVIDIA L40", 47.6e9, "l40-48gb"),
+        ("NVIDIA L4", 23.7e9, "l4-24gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17.2e9, None),
+    ],
+)
+def test_the_gpu_that_is_here_is_the_row_of_its_name_and_memory(name: str, memory: float, row: str | None) -> None:
+    assert recognise(name, memory) == (row and GPUS[row])
+    assert all(gpu.known_as in PEAKS for gpu in GPUS.values())
 
 
 # (config, GPU, nodes, tokens a second that others published, source, by how much ours may differ)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pretrain import throughput as subject
-from pretrain.throughput import PEAKS, Clock, peak_flops, peak_memory_bytes
+from pretrain.throughput import Clock, known_as, peak_flops, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -101,34 +101,63 @@ def test_the_device_has_finished_before_time_is_set_apart(monkeypatch: pytest.Mo
     assert calls == [device, "evaluating", device]
 
 
-def test_no_peak_is_invented(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peak_flops(CPU, "bf16") is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something 9999")
-    assert peak_flops(torch.device("cuda"), "bf16") is None
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(CPU, "bf16", True) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "said", "flops"),
+    ("name", "precision", "tf32", "found"),
     [
-        ("NVIDIA A100-SXM4-80GB", "bf16", "A100 bf16 312e12", 312e12),
-        ("NVIDIA A100-SXM4-80GB", "fp32", "A100 fp32 156e12", 156e12),
-        ("NVIDIA H100 80GB HBM3", "bf16", "H100 bf16 989e12", 989.4e12),
-        ("NVIDIA H100 PCIe", "bf16", "H100 PCIe bf16 756e12", 756e12),
-        ("NVIDIA H200", "fp16", "H200 fp16 989e12", 989.4e12),
-        ("NVIDIA L4", "bf16", "L4 bf16 121e12", 121e12),
-        ("NVIDIA L40S", "bf16", "L40S bf16 362e12", 362e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", True, ("A100 bf16 312e12", 312e12)),
+        ("NVIDIA A100-SXM4-80GB", "fp32", True, ("A100 fp32 156e12", 156e12)),
+        ("NVIDIA A100-SXM4-80GB", "fp32", False, None),
+        ("NVIDIA H100 80GB HBM3", "bf16", False, ("H100 bf16 989e12", 989.4e12)),
+        ("NVIDIA H200", "fp16", True, ("H200 fp16 989e12", 989.4e12)),
+        ("NVIDIA Something 9999", "bf16", True, None),
     ],
 )
-def test_the_peak_names_its_device(monkeypatch: pytest.MonkeyPatch, name: str, precision: str, said: str, flops: float) -> None:
+def test_the_peak_names_its_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, tf32: bool, found: tuple[str, float] | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda"), precision) == (said, flops)
+    assert peak_flops(torch.device("cuda"), precision, tf32) == found
 
 
-def test_no_name_hides_a_longer_one() -> None:
-    """They are looked for in order, as parts of a name."""
-    names = [name for name, *_ in PEAKS]
-    for i, name in enumerate(names):
-        assert not any(earlier in name for earlier in names[:i]), name
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H20", None),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("A100-PCIE-40GB", "A100 PCIe"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe"),
+        ("NVIDIA A10", None),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-16GB", "V100 PCIe"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L20", None),
+        ("Tesla T4", "T4"),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A6000", None),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_gpu_has_its_own_row_or_none(name: str, row: str | None) -> None:
+    assert known_as(name) == row
 
 
 def test_memory_is_in_bytes() -> None:

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass
 
 from pretrain.config import ConfigError
-from pretrain.throughput import PEAKS
+from pretrain.throughput import known_as
 
 GB = 1e9
 
@@ -30,12 +30,16 @@ GPUS = {
     "b200-180gb": Gpu("B200", 180 * GB, 8000 * GB, 900 * GB, 50 * GB, 8),
     "h200-141gb": Gpu("H200", 141 * GB, 4800 * GB, 450 * GB, 50 * GB, 8, 0.62),
     "h100-80gb": Gpu("H100", 80 * GB, 3350 * GB, 450 * GB, 50 * GB, 8, 0.62),
+    "h100-nvl-94gb": Gpu("H100 NVL", 94 * GB, 3900 * GB, 63 * GB, 1.6 * GB, 8),
     "h100-pcie-80gb": Gpu("H100 PCIe", 80 * GB, 2000 * GB, 63 * GB, 1.6 * GB, 8),
     "a100-80gb": Gpu("A100", 80 * GB, 2039 * GB, 300 * GB, 25 * GB, 8, 0.72),
     "a100-40gb": Gpu("A100", 40 * GB, 1555 * GB, 300 * GB, 25 * GB, 8, 0.72),
+    "a100-pcie-80gb": Gpu("A100 PCIe", 80 * GB, 1935 * GB, 31.5 * GB, 1.6 * GB, 8, 0.72),
+    "a100-pcie-40gb": Gpu("A100 PCIe", 40 * GB, 1555 * GB, 31.5 * GB, 1.6 * GB, 8, 0.72),
     "v100-32gb": Gpu("V100", 32 * GB, 900 * GB, 150 * GB, 6.25 * GB, 8, bf16=False),
     "v100-16gb": Gpu("V100", 16 * GB, 900 * GB, 150 * GB, 6.25 * GB, 8, bf16=False),
     "l40s-48gb": Gpu("L40S", 48 * GB, 864 * GB, 31.5 * GB, 1.6 * GB, 8),
+    "l40-48gb": Gpu("L40", 48 * GB, 864 * GB, 31.5 * GB, 1.6 * GB, 8),
     "l4-24gb": Gpu("L4", 24 * GB, 300 * GB, 31.5 * GB, 1.6 * GB, 8),
     "rtx-4090-24gb": Gpu("RTX 4090", 24 * GB, 1008 * GB, 31.5 * GB, 1.25 * GB, 2),
     "rtx-3090-24gb": Gpu("RTX 3090", 24 * GB, 936 * GB, 31.5 * GB, 1.25 * GB, 2),
@@ -55,15 +59,7 @@ def find(name: str) -> Gpu:
     return GPUS[name]
 
 
-def recognise(device_name: str) -> Gpu | None:
-    """By the name that CUDA reports."""
-    known = next((known for known, *_ in PEAKS if known in device_name), None)
-    return next((gpu for gpu in GPUS.values() if gpu.known_as == known), None)
-
-
-def peak(gpu: Gpu, precision: str, tf32: bool) -> float | None:
-    """FLOP/s of dense matrix products; None for fp32 without TF32, which the table does not have."""
-    sixteen, fp32 = next((sixteen, fp32) for known, sixteen, fp32 in PEAKS if known == gpu.known_as)
-    if precision == "fp32":
-        return fp32 if tf32 else None
-    return sixteen
+def recognise(device_name: str, memory: float) -> Gpu | None:
+    """By the name that CUDA reports, and of several with that name by the bytes."""
+    known = known_as(device_name)
+    return min((gpu for gpu in GPUS.values() if gpu.known_as == known), key=lambda gpu: abs(gpu.memory - memory), default=None)

@@ -49,7 +49,8 @@ def here(per_node: int | None) -> Machine:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         name = torch.cuda.get_device_name(0)
-        return Machine(name, "cuda", per_node or torch.cuda.device_count(), usable(properties.total_memory), recognise(name))
+        gpu = recognise(name, properties.total_memory)
+        return Machine(name, "cuda", per_node or torch.cuda.device_count(), usable(properties.total_memory), gpu)
     processes = per_node or 1
     return Machine("this CPU", "cpu", processes, usable(psutil.virtual_memory().total / processes))
 

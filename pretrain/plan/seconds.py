@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from pretrain.plan.activations import kept_per_token
-from pretrain.plan.gpus import peak
 from pretrain.plan.memory import largest_share, optimiser_bytes
 from pretrain.plan.rates import LINK_SHARE, MEMORY_SHARE, Machine
 from pretrain.plan.task import Case
@@ -15,6 +14,7 @@ from pretrain.strategies.fsdp import FSDP1, FSDP2
 from pretrain.strategies.local import LocalSGD
 from pretrain.strategies.zero1 import Zero1
 from pretrain.strategies.zero_deepspeed import DeepSpeed
+from pretrain.throughput import peak_of
 
 # How often a byte that a block keeps goes through memory: written and read by the forward, read and its gradient written and read by the
 # backward. Kernels that a compiler fused leave out about half of the passes between.
@@ -57,7 +57,7 @@ def flops(case: Case) -> float:
 
 def peak_flops(case: Case) -> float | None:
     """By the data sheet; None for a CPU and other GPUs, and for fp32 without TF32."""
-    return None if case.machine.gpu is None else peak(case.machine.gpu, case.task.precision, case.task.cfg.run.tf32)
+    return None if case.machine.gpu is None else peak_of(case.machine.gpu.known_as, case.task.precision, case.task.cfg.run.tf32)
 
 
 def _compute(case: Case) -> float | None:
