@@ -274,6 +274,18 @@ def test_what_does_not_fit_is_planned_with_what_does(capsys: pytest.CaptureFixtu
     assert "Nothing fits" in page
 
 
+@pytest.mark.parametrize(("strategy", "option"), [("fsdp2", "cpu_offload"), ("deepspeed2", "offload_optimizer")])
+def test_what_offloads_has_no_times(capsys: pytest.CaptureFixture[str], strategy: str, option: str) -> None:
+    """Its way over PCIe and an optimiser on the host are not modelled: it would be as fast as what stays on the GPU."""
+    offloads = [f"strategy.name={strategy}", f"strategy.options.{option}=true"]
+    page = plan_of(capsys, ROOT / "configs/gpt2-124m.yaml", offloads)
+    assert set(cells(page, strategy)[1][3:11]) == {"?"}
+    assert f"{strategy}'s options offload to host memory: how long" in page
+    assert "?" not in cells(page, "ddp")[1]
+    assert re.search(r"^Take ddp .* tokens/s", page, re.MULTILINE)
+    assert "offload" not in plan_of(capsys, ROOT / "configs/gpt2-124m.yaml")
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed3"])
 def test_the_largest_micro_batch_is_the_largest(strategy: str) -> None:
     machine = from_table("a100-40gb", 8)

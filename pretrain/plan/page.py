@@ -54,7 +54,7 @@ def page(asked: Asked, task: Task, rows: Sequence[Row]) -> str:
         ]
     if refused := [row.found for row in rows if row.found.refused]:
         lines += ["Refused", "", *(line for found in refused for line in _item(f"{found.strategy}: {found.refused}")), ""]
-    lines += ["Assumed", "", *(line for text in _assumptions(asked, task) for line in _item(text)), ""]
+    lines += ["Assumed", "", *(line for text in _assumptions(asked, task, runs) for line in _item(text)), ""]
     lines += _verdict(asked, task, rows)
     return "\n".join(lines) + "\n"
 
@@ -109,7 +109,7 @@ def _speed(row: Row, unit: float) -> list[str]:
     return [*start, *(_number((part or 0.0) * 1e3) for part in parts), mfu, f"{p.tokens_per_second:,.0f}", days, hours, end]
 
 
-def _assumptions(asked: Asked, task: Task) -> Iterator[str]:
+def _assumptions(asked: Asked, task: Task, runs: Sequence[Row]) -> Iterator[str]:
     machine, gpu, measured = asked.machine, asked.machine.gpu, asked.machine.measured
     if measured.flops_per_second is not None:
         yield f"computation at {measured.flops_per_second / 1e12:.3g} TFLOP/s, as measured"
@@ -131,6 +131,8 @@ def _assumptions(asked: Asked, task: Task) -> Iterator[str]:
             "hidden under computation: DDP's all-reduce in the last micro-batch's backward, FSDP's and DeepSpeed 3's gathers and reductions in "
             "all of it; not hidden: the last bucket or unit, ZeRO-1's and DeepSpeed 1 and 2's gather of weights, PowerSGD, meetings of replicas"
         )
+    for offloading in (row.found.strategy for row in runs if row.found.offloads):
+        yield f"{offloading}'s options offload to host memory: how long the way there and an optimiser on the host take is not known"
     yield "bytes sent are a ring's, in the mean over the run; nothing waits for data; evaluations, checkpoints and compilation come on top"
 
 
@@ -165,10 +167,11 @@ def _verdict(asked: Asked, task: Task, rows: Sequence[Row]) -> list[str]:
 
 
 def choose(rows: Sequence[Row]) -> Row:
-    """The fastest, or of those within 10 % of it the simplest: the first in the table. Without times the one that sends least."""
-    if any(row.found.step_seconds is None for row in rows):
+    """The fastest, or of those within 10 % of it the simplest: the first in the table. Where none has times the one that sends least."""
+    timed = [row for row in rows if row.found.step_seconds is not None]
+    if not timed:
         return min(rows, key=lambda row: row.found.wire_bytes)
-    fastest = min(rows, key=lambda row: row.found.step_seconds or 0.0)
+    fastest = min(timed, key=lambda row: row.found.step_seconds or 0.0)
     return next(row for row in rows if alike(row, fastest))
 
 

@@ -32,6 +32,7 @@ class Prediction:
     run_seconds: float | None = None  # to the end of the config; without evaluations and checkpoints
     checkpoint_bytes: float = 0.0
     exact: bool = True  # computes what one process does
+    offloads: bool = False  # to host memory, which leaves no times to foretell
     refused: str = ""
 
 
@@ -49,7 +50,7 @@ def of_task(task: Task, strategy: str, processes: int, machine: Machine) -> Pred
     needed, took, peak = memory(c), seconds(c, wire), peak_flops(c)
     common = Prediction(
         strategy, processes, c.layout.micro, needed.parts, needed.peak, needed.peak <= machine.memory, wire,
-        checkpoint_bytes=checkpoint_bytes(c), exact=c.strategy.exact,
+        checkpoint_bytes=checkpoint_bytes(c), exact=c.strategy.exact, offloads=c.offloads,
     )  # fmt: skip
     if took is None:
         return common

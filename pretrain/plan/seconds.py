@@ -42,8 +42,8 @@ class Seconds:
 
 
 def seconds(case: Case, wire: float) -> Seconds | None:
-    """None where a rate that it needs is not known."""
-    compute = _compute(case)
+    """None where a rate that it needs is not known: of an optimiser on the host, and of the way there, none is."""
+    compute = None if case.offloads else _compute(case)
     if compute is None:
         return None
     network = 0.0 if case.layout.world_size == 1 else _network(case, wire, compute)

@@ -73,6 +73,11 @@ class Case:
         """Bytes of a number in the arithmetic."""
         return 4 if self.task.precision == "fp32" else 2
 
+    @property
+    def offloads(self) -> bool:
+        """Whether something that trains lives in host memory."""
+        return any(getattr(self.strategy.options, key, False) for key in ("cpu_offload", "offload_optimizer"))
+
 
 def understand(cfg: Config, machine: Machine) -> Task:
     """Raises ConfigError and ShardError for what a launch would refuse whatever the strategy; data that is not here is a note."""
