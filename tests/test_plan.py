@@ -286,6 +286,17 @@ def test_what_offloads_has_no_times(capsys: pytest.CaptureFixture[str], strategy
     assert "offload" not in plan_of(capsys, ROOT / "configs/gpt2-124m.yaml")
 
 
+def test_zero1_shares_muons_products_out() -> None:
+    """Twelve blocks of four matrices on eight ranks: a rank has an eighth of the products, or what whole matrices allow."""
+    took = {}
+    for strategy in ("ddp", "zero1"):
+        for optimizer in ("muon", "adamw"):
+            cfg = configs.load(ROOT / "configs/gpt2-124m.yaml", [f"optim.name={optimizer}"], OPTIONS)
+            took[strategy, optimizer] = predict(cfg, strategy, 8, from_table("h100-80gb", 8)).optimiser_seconds or 0.0
+    of_all, of_one = (took[strategy, "muon"] - took[strategy, "adamw"] for strategy in ("ddp", "zero1"))
+    assert of_one < of_all / 4
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed3"])
 def test_the_largest_micro_batch_is_the_largest(strategy: str) -> None:
     machine = from_table("a100-40gb", 8)

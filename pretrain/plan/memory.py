@@ -4,7 +4,6 @@ Every family holds parameters, gradients and optimiser states as its file in str
 1910.02054, §3, for who keeps which share), and buckets or gathered layers beside them.
 """
 
-import math
 from dataclasses import dataclass, field
 
 from pretrain.optim import make_recipe, parameter_groups
@@ -81,7 +80,7 @@ def _whole(case: Case) -> Held:
     P, head = 4.0 * m.total, 4.0 * m.head
     held = Held(P, optimiser_bytes(case), (P if many else 0.0, P), _copies(case), passing=[0, 0, head, head * (1 + many), 0])
     if case.task.cfg.optim.name == "muon":
-        held.passing[UPDATE] = 24.0 * min(_MUON_BATCH, sum(math.prod(shape) for shape in m.hidden))  # stacked, some in 16 bits
+        held.passing[UPDATE] = 24.0 * min(_MUON_BATCH, sum(m.sizes[name] for name in m.hidden))  # stacked, some in 16 bits
     return held
 
 
@@ -179,21 +178,31 @@ def _deepspeed(case: Case, s: DeepSpeed) -> Held:
 
 def optimiser_bytes(case: Case) -> float:
     """States of all weights, in fp32: AdamW's two moments, a momentum of SGD or Muon."""
-    o, total = case.task.cfg.optim, case.task.model.total
+    o, m, total = case.task.cfg.optim, case.task.model, case.task.model.total
     if o.name == "sgd":
         return 4.0 * total if o.momentum else 0.0
-    hidden = sum(math.prod(shape) for shape in case.task.model.hidden)
+    hidden = sum(m.sizes[name] for name in m.hidden)
     return 8.0 * total - (4.0 * hidden if o.name == "muon" else 0.0)
 
 
 def largest_share(case: Case) -> float:
-    """Of ZeRO-1's ranks: ZeroRedundancyOptimizer gives whole tensors, the largest of a group first, to whoever has least."""
+    """Of the weights, on the rank of ZeRO-1 that owns most."""
+    m = case.task.model
+    return max(sum(m.sizes[name] for name in names) for names in owned(case)) / m.total
+
+
+def owned(case: Case) -> list[list[str]]:
+    """By each of ZeRO-1's ranks: ZeroRedundancyOptimizer gives whole tensors, the largest of a group first, to whoever has least."""
     parameters = dict(case.task.model.module.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
     loads = [0] * case.layout.world_size
+    ranks: list[list[str]] = [[] for _ in loads]
     for group in parameter_groups(make_recipe(parameters, case.task.cfg.optim), parameters):
         for p in sorted(group["params"], key=lambda p: -p.numel()):
-            loads[loads.index(min(loads))] += p.numel()
-    return max(loads) / case.task.model.total
+            least = loads.index(min(loads))
+            loads[least] += p.numel()
+            ranks[least].append(names[id(p)])
+    return ranks
 
 
 def checkpoint_bytes(case: Case) -> float:

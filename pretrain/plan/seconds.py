@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.plan.activations import kept_per_token
-from pretrain.plan.memory import largest_share, optimiser_bytes
+from pretrain.plan.memory import largest_share, optimiser_bytes, owned
 from pretrain.plan.rates import LINK_SHARE, MEMORY_SHARE, Machine
 from pretrain.plan.task import Case
 from pretrain.plan.wires import under_the_backward
@@ -99,13 +99,17 @@ def _optimiser(case: Case) -> float:
     share = largest_share(case) if isinstance(s, Zero1) else 1 / parts
     took = (update * share + _NORM_AND_CLIP * m.total / parts) / rate
     if case.task.cfg.optim.name == "muon" and (of_peak := peak_flops(case)) and case.machine.gpu:
-        took += _muon_flops(m.hidden) / (of_peak * case.machine.gpu.attainable)
+        took += _muon_flops(case) / (of_peak * case.machine.gpu.attainable)
     return took
 
 
-def _muon_flops(shapes: tuple[tuple[int, int], ...]) -> float:
-    """Five Newton-Schulz iterations, each of X·Xᵀ, its square, and a product with X (optim.orthogonal)."""
-    return sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
+def _muon_flops(case: Case) -> float:
+    """Five Newton-Schulz iterations, each of X·Xᵀ, its square, and a product with X (optim.orthogonal), of all matrices; under ZeRO-1 of
+    those that a rank owns."""
+    hidden = case.task.model.hidden
+    flops = {name: sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes) for name, shapes in hidden.items()}
+    ranks = owned(case) if isinstance(case.strategy, Zero1) else [list(flops)]
+    return max(sum(flops.get(name, 0) for name in names) for names in ranks)
 
 
 def _network(case: Case, wire: float, compute: float) -> float | None:

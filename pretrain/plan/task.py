@@ -29,7 +29,7 @@ class Model:
     root: int  # elements outside the blocks
     products: int  # elements of the weights of matrix products
     head: int  # elements of the tied embedding and head
-    hidden: tuple[tuple[int, int], ...]  # shapes of the matrices that Muon orthogonalises
+    hidden: dict[str, list[tuple[int, int]]]  # by parameter, shapes of the matrices that Muon orthogonalises
     layers: int
     heads: int
     width: int
@@ -143,13 +143,8 @@ def _sizes(module: models.PretrainGPT2, sequence_length: int) -> Model:
     in_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
     matrices = {name: p for name, p in module.named_parameters() if p.ndim > 1 and "wpe" not in name}
     config = module.config
-    hidden = tuple(
-        (p.shape[0], p.shape[1] // parts)
-        for name, p in matrices.items()
-        if ".h." in name
-        for parts in (3 if name.endswith("c_attn.weight") else 1,)
-        for _ in range(parts)
-    )
+    parts = {name: 3 if name.endswith("c_attn.weight") else 1 for name in matrices if ".h." in name}
+    hidden = {name: [(matrices[name].shape[0], matrices[name].shape[1] // many)] * many for name, many in parts.items()}
     return Model(
         module, sizes, max(in_blocks, default=0), sum(sizes.values()) - sum(in_blocks), sum(p.numel() for p in matrices.values()),
         config.vocab_size * config.n_embd, hidden, config.n_layer, config.n_head, config.n_embd, config.vocab_size,
