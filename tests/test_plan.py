@@ -24,6 +24,7 @@ from pretrain.plan.memory import PARTS
 from pretrain.plan.page import WIDTH
 from pretrain.plan.prediction import Prediction, largest_micro, micros
 from pretrain.plan.rates import Machine
+from pretrain.plan.seconds import bus_bandwidth
 from pretrain.plan.task import understand
 from pretrain.strategies import OPTIONS, STRATEGIES
 from pretrain.throughput import PEAKS
@@ -295,6 +296,18 @@ def test_zero1_shares_muons_products_out() -> None:
             took[strategy, optimizer] = predict(cfg, strategy, 8, from_table("h100-80gb", 8)).optimiser_seconds or 0.0
     of_all, of_one = (took[strategy, "muon"] - took[strategy, "adamw"] for strategy in ("ddp", "zero1"))
     assert of_one < of_all / 4
+
+
+def test_replicas_of_a_node_meet_over_a_share_of_its_network() -> None:
+    """Each of a node's eight processes meets its peers in other nodes, all at once; of replicas of two, two rings share it."""
+    machine = from_table("h100-80gb", 8)
+    share = machine.gpu.network * 0.8  # type: ignore[union-attr]
+    assert [bus_bandwidth(machine, 32, rings) for rings in (1, 2, 8, 16)] == pytest.approx([8 * share, 4 * share, share, share])
+    assert bus_bandwidth(machine, 8, 8) == bus_bandwidth(machine, 8)
+    cfg = configs.load(ROOT / "configs/gpt2-1558m.yaml", ["strategy.name=local_sgd", "strategy.replicas=4"], OPTIONS)
+    found = predict(cfg, "local_sgd", 32, machine)
+    meeting = 2 * 3 / 4 * 4 * understand(cfg, machine).model.total / 8  # bytes an update, by a ring of four
+    assert found.network_seconds == pytest.approx(meeting / share, rel=0.1)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed3"])

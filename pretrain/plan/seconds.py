@@ -140,7 +140,8 @@ def _network(case: Case, wire: float, compute: float) -> float | None:
             if s.group_size == 1 or mates is None
             else _hidden(_seconds_of(case, under, mates, _buckets(case), s.group_size), backward, _tail(case, mates))
         )
-        return inside + _seconds_of(case, wire - under, bus, _buckets(case) / s.save_interval, size)
+        peers = bus_bandwidth(case.machine, size, s.group_size) or bus
+        return inside + _seconds_of(case, wire - under, peers, _buckets(case) / s.save_interval, size)
     hidden = _hidden(_seconds_of(case, under, bus, _buckets(case)), backward, _tail(case, bus))
     many = len(m.sizes) if isinstance(s, Zero1) else 2 if isinstance(s, DDPPowerSGD) else 0
     return (hidden if isinstance(s, DDP) and under else 0.0) + _seconds_of(case, wire - under, bus, many)
@@ -154,7 +155,7 @@ def _units(case: Case, s: FSDP1 | FSDP2, wire: float, compute: float, bus: float
     if s.replicate > 1:
         copies = reductions * 2 * (s.replicate - 1) / s.replicate * 4 * m.total / s.shard_size
         wire -= copies
-        between = copies / (_between(case.machine) or bus) if case.layout.world_size > case.machine.per_node else copies / bus
+        between = copies / (bus_bandwidth(case.machine, case.layout.world_size, s.shard_size) or bus)
         bus = bus_bandwidth(case.machine, s.shard_size) or bus
     collectives = (m.layers + 1) * (2 * micros + reductions)
     took = _seconds_of(case, wire, bus, collectives, s.shard_size) + between
@@ -180,21 +181,16 @@ def _seconds_of(case: Case, sent: float, bus: float, collectives: float, size: i
     return sent / bus + collectives * (ring if halves == 1 else 2 * min(ring, tree))
 
 
-def bus_bandwidth(machine: Machine, size: int) -> float | None:
-    """What each of `size` ranks sends in a second: in one node by its link; between nodes the rings leave a node by all its adapters
-    together, so that a node's share of them is the limit, or the link where that is slower."""
+def bus_bandwidth(machine: Machine, size: int, rings: int = 1) -> float | None:
+    """What each of `size` ranks sends in a second: in one node by its link; between nodes a ring leaves a node by all its adapters together,
+    or by the share of them that is left by other rings, which join the other processes of a node; or by the link where that is slower."""
     if machine.measured.bus_bandwidth is not None:
         return machine.measured.bus_bandwidth
     if machine.gpu is None:
         return None
     if size <= machine.per_node:
         return machine.gpu.link * LINK_SHARE
-    return min(machine.gpu.link, machine.gpu.network * machine.per_node) * LINK_SHARE
-
-
-def _between(machine: Machine) -> float | None:
-    """One process's own share of the network."""
-    return machine.measured.bus_bandwidth or (machine.gpu.network * LINK_SHARE if machine.gpu else None)
+    return min(machine.gpu.link, machine.gpu.network * machine.per_node / min(rings, machine.per_node)) * LINK_SHARE
 
 
 def _buckets(case: Case) -> float:
