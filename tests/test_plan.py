@@ -268,11 +268,17 @@ def test_the_command_is_one_that_a_launch_takes(capsys: pytest.CaptureFixture[st
 
 def test_what_does_not_fit_is_planned_with_what_does(capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-2 XL: 16 sequences under DDP are too many for 80 GB, 24 GB are too few for its states alone."""
-    page = plan_of(capsys, ROOT / "configs/gpt2-1558m.yaml")
+    page = plan_of(capsys, ROOT / "configs/gpt2-1558m.yaml", ["batch.micro=16"])
     assert cells(page, "ddp")[0][1:2] + cells(page, "ddp")[0][-2:] == ["8", "yes", "8"]
     page = plan_of(capsys, ROOT / "configs/gpt2-1558m.yaml", gpu="rtx-4090-24gb", per_node=1)
     assert cells(page, "single")[0][-2:] == ["no", "none"]
     assert "Nothing fits" in page
+
+
+@pytest.mark.parametrize("name", ["124m", "350m", "774m", "1558m"])
+def test_what_the_configs_say_fits_eight_gpus_of_80_gb(name: str) -> None:
+    cfg = configs.load(ROOT / f"configs/gpt2-{name}.yaml", [], OPTIONS)
+    assert predict(cfg, "ddp", 8, from_table("h100-80gb", 8)).fits
 
 
 @pytest.mark.parametrize(("strategy", "option"), [("fsdp2", "cpu_offload"), ("deepspeed2", "offload_optimizer")])
