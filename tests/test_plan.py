@@ -224,7 +224,7 @@ def test_a_refusal_is_the_strategys_own(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_without_the_data_epochs_say_what_cannot_be_known(capsys: pytest.CaptureFixture[str]) -> None:
     page = plan_of(capsys, ROOT / "configs/gpt2-124m.yaml", ["train.max_steps=null", "train.epochs=2"])
-    assert "train.epochs=2 of data that is not here: updates, days and GPU-hours are not known" in " ".join(page.split())
+    assert "train.epochs=2 of data that is not here: updates, days and hours are not known" in " ".join(page.split())
     assert cells(page, "ddp")[1][-3:-1] == ["?", "?"]
     assert len(cells(page, "local_sgd")) == 2
 
@@ -377,6 +377,8 @@ def test_measured_rates_come_before_the_table(capsys: pytest.CaptureFixture[str]
 def test_without_rates_the_page_has_no_times(capsys: pytest.CaptureFixture[str], small: Path) -> None:
     page = plan_of(capsys, small, ["run.device=cpu"], gpu=None, per_node=2)
     assert set(cells(page, "ddp")[1][3:11]) == {"?"}
+    assert "| process-hours |" in page
+    assert "GPU" not in page
     assert "Take " in page
     assert re.search(r"^    pretrain train \S+ run.device=cpu strategy.name=\w+ -- --num_processes 2$", page, re.MULTILINE)
 

@@ -86,7 +86,7 @@ _SPEED = (
     "MFU",
     "tokens/s",
     "days",
-    "GPU-hours",
+    "{}-hours",
     "checkpoint",
 )
 

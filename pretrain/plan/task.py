@@ -91,7 +91,7 @@ def understand(cfg: Config, machine: Machine) -> Task:
         sets = open_sets(cfg)
         windows, vocabulary, end = sets.windows_per_epoch, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"]
     if windows is None and cfg.train.epochs is not None:
-        notes.append(f"train.epochs={cfg.train.epochs:g} of data that is not here: updates, days and GPU-hours are not known")
+        notes.append(f"train.epochs={cfg.train.epochs:g} of data that is not here: updates, days and hours are not known")
     module, _ = models.outline(cfg, vocabulary, end)
     model = _sizes(module, cfg.data.sequence_length)
     if cfg.model.build is not None:
