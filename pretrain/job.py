@@ -148,7 +148,7 @@ def start(
              f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(), *emulated.notes,
              *(f"{stream.name}: bare files in the format of {stream.format}, tokenizer {sets.tokenizer['name']}"
                for stream in (*sets.train, *sets.val) if stream.manifest is None),
-             *_device_notes(device, world, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
+             *_device_notes(device, world, strategy.devices // world.size, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
     _open(job, found, facts, notes, began)
     return job, progress
 
@@ -288,11 +288,12 @@ def _set_kernels(cfg: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _device_notes(device: torch.device, world: launch.World, cpu_note: str) -> list[str]:
+def _device_notes(device: torch.device, world: launch.World, of_each: int, cpu_note: str) -> list[str]:
+    """`of_each`: devices of one process."""
     if device.type == "cpu":
         return [cpu_note]
-    idle = device.type == "cuda" and torch.cuda.device_count() > world.local_size
-    return [f"{world.local_size} of {torch.cuda.device_count()} GPUs in use"] if idle else []
+    busy, there = world.local_size * of_each, torch.cuda.device_count()
+    return [f"{busy} of {there} GPUs in use"] if device.type == "cuda" and there > busy else []
 
 
 @cache  # 60 ms

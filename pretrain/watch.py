@@ -127,7 +127,7 @@ class Watch:
         steps = progress.step - self.logged_step
         wire = job.strategy.wire(progress.step)
         tokens_per_second = sum(batch.tokens for batch in self.seen) / seconds
-        flops_per_second = tokens_per_second * job.flops_per_token / job.world.size
+        of_one = tokens_per_second / job.strategy.devices
         metrics = {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -139,8 +139,8 @@ class Watch:
             "grad_norm": math.sqrt(sum(row[4] ** 2 for row in rows) / len(rows)),  # differs between replicas that train apart
             "skipped": int(max(row[5] for row in rows)),
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": tokens_per_second / job.world.size,
-            **({"mfu": flops_per_second / job.peak[1]} if job.peak else {}),
+            "tokens_per_second_per_device": of_one,
+            **({"mfu": of_one * job.flops_per_token / job.peak[1]} if job.peak else {}),
             "step_seconds": seconds / steps,
             "data_seconds": data_seconds / steps,
             "train_seconds": job.clock.train_seconds,

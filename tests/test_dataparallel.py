@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from pretrain import config as configs
 from pretrain import model as models
 from pretrain.config import ConfigError
+from pretrain.job import Job, _device_notes
+from pretrain.launch import World
 from pretrain.strategies import OPTIONS, choose
-from pretrain.strategies.dataparallel import SummingDataParallel
+from pretrain.strategies.dataparallel import DataParallel, SummingDataParallel
 
 Config = Callable[..., Path]
 
@@ -94,6 +96,36 @@ def test_what_replicas_cannot_do_is_refused(config: Config, monkeypatch: pytest.
     cfg = configs.load(config(), ["strategy.name=dataparallel", "run.device=cuda", override], OPTIONS)
     with pytest.raises(ConfigError, match=problem):
         choose(cfg, configs.layout(cfg, 1, 100), "fp32")
+
+
+def test_rates_are_of_one_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process that works on four."""
+
+    def on_four(job: Job) -> None:
+        job.peak = ("a GPU bf16 0e12", 1e9)
+        monkeypatch.setattr(DataParallel, "devices", 4)
+
+    rows, _, _ = drive.whole(config(), ["strategy.name=dataparallel"], tamper=on_four)
+    module = models.build(configs.load(config(), [], OPTIONS), 50, 0)
+    for row in rows:
+        assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 4)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] / 4 * models.flops_per_token(module, 16) / 1e9)
+
+
+def test_gpus_that_have_a_replica_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = DataParallel("dataparallel", None, "fp32")
+    strategy.model = SummingDataParallel(nn.Linear(1, 1), [], None)
+    strategy.model.device_ids = [0, 1, 2, 3]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    alone, gpu = World(0, 0, 1, 1), torch.device("cuda")
+    assert _device_notes(gpu, alone, strategy.devices, "") == []
+    assert _device_notes(gpu, alone, 1, "") == ["1 of 4 GPUs in use"]
+
+
+def test_several_processes_are_refused_with_the_way_to_start_one(config: Config) -> None:
+    cfg = configs.load(config(), ["strategy.name=dataparallel"], OPTIONS)
+    with pytest.raises(ConfigError, match="4 were started: write pretrain train CONFIG -- --num_processes 1, or"):
+        choose(cfg, configs.layout(cfg, 4, 100), "fp32")
 
 
 @pytest.mark.gpu

@@ -71,7 +71,10 @@ class Strategy:
         """Before any process group is made. Raises ConfigError for what this family cannot do, naming what can."""
         world, (fewest, most) = layout.world_size, self.processes
         if world > most:
-            raise ConfigError(f"strategy.name={self.name} runs in one process; {world} were started: use strategy.name=ddp")
+            raise ConfigError(
+                f"strategy.name={self.name} runs in one process; {world} were started: "
+                "write pretrain train CONFIG -- --num_processes 1, or use strategy.name=ddp"
+            )
         if world < fewest:
             started = "1 was" if world == 1 else f"{world} were"
             raise ConfigError(
@@ -100,6 +103,12 @@ class Strategy:
     def why_not(self, key: str) -> str:
         """The reason that a refusal of this key's value gives, from a comma on."""
         return ""
+
+    @property
+    def devices(self) -> int:
+        """How many work, those of all processes together."""
+        count: int = self.accelerator.num_processes
+        return count
 
     def make_accelerator(self, cfg: Config) -> Accelerator:
         """Plugins are built from our config alone: nothing that a launcher exported gets a say."""

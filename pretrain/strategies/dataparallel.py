@@ -38,6 +38,10 @@ class DataParallel(Strategy):
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
         return SummingDataParallel(module, list(range(gpus)), dtype)
 
+    @property
+    def devices(self) -> int:
+        return len(self.model.device_ids) if isinstance(self.model, nn.DataParallel) else 1
+
     def notes(self) -> list[str]:
         return [f"{self.name}: {self.replicas}"]
 
