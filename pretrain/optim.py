@@ -148,6 +148,8 @@ def local(tensor: Tensor) -> Tensor:
 def _allocate_state(optimizer: Optimizer) -> None:
     """A refused step on zero gradients: allocates what the class keeps and changes nothing."""
     parameters = list(every_parameter(optimizer))
+    if not parameters:  # a rank of ZeRO-1 that owns none
+        return
     if isinstance(optimizer, SGD):  # its fused first step would leave an uninitialised buffer behind
         for p in parameters if optimizer.defaults["momentum"] else ():
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -132,6 +132,14 @@ def test_state_is_there_at_once_and_blank(optim: Optim) -> None:
     assert everything(model, optimizer).keys() == at_first.keys()
 
 
+@any_kind
+def test_a_rank_may_own_nothing(optim: Optim) -> None:
+    """One of ZeRO-1's, where there are more than weights."""
+    optimizer = make_optimizer(make_recipe(dict(gpt2().named_parameters()), optim), {})
+    gated_step(optimizer, torch.zeros(()))
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("optim", KINDS[:3], ids=KIND_NAMES[:3])
 def test_three_steps_are_torchs_own(optim: Optim) -> None:
     model, twin = gpt2(), gpt2()
