@@ -5,8 +5,8 @@ import os
 import platform
 import sys
 import time
-from contextlib import suppress
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -40,6 +40,10 @@ _AFTER_THE_WATCH = 60.0  # seconds: the watch over a step tells more than a coll
 
 class Finished(Exception):
     """The run's last checkpoint is already its end."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass
@@ -192,7 +196,8 @@ def _find_start(cfg: Config, numbers: Layout, tell: Callable[[str], None], contr
     if found.checkpoint is not None and found.progress.over(numbers):
         longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
         raise Finished(
-            f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}"
+            f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}",
+            found.progress.step,
         )
     return found
 

@@ -199,12 +199,12 @@ class Status:
                 self.write("stopped", exit_status=exit_status, reason=reason)
 
 
-def note_end(folder: Path, rank: int, state: str, exit_status: int, reason: str) -> None:
+def note_end(folder: Path, rank: int, state: str, exit_status: int, reason: str, step: int | None = None) -> None:
     """Record how a start ended before step 1, unless the folder is somebody else's."""
     try:
         if not is_ours(folder):
             claim(folder)
-        Status(folder, rank).write(state, exit_status=exit_status, reason=reason)
+        Status(folder, rank).write(state, step=step, exit_status=exit_status, reason=reason)
     except (ConfigError, OSError):
         return
 

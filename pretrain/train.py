@@ -75,7 +75,7 @@ def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
         tracking.check(cfg)
         job, progress = start(cfg, Path(arguments[0]), arguments[1:], world, notes, stops, launched)
     except Finished as finished:
-        return end(folder, world, str(finished), state="finished", status=0)
+        return end(folder, world, str(finished), state="finished", status=0, step=finished.step)
     except (ConfigError, ShardError, CheckpointError) as error:
         return end(folder, world, str(error), state="refused", status=REFUSED)
     except Exception as error:
@@ -91,7 +91,7 @@ def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
         if isinstance(error, NonFinite | ReplicasDiffer):  # found by all ranks together: what they are writing stays worth having
             with suppress(Exception):
                 job.saver.wait()
-        return fail(folder, world, error, step=progress.step + 1, micro=micro)
+        return fail(folder, world, error, step=min(progress.step + 1, job.layout.steps), micro=micro)
 
 
 def train(job: Job, progress: Progress) -> str | None:
@@ -309,7 +309,7 @@ def finish(job: Job, progress: Progress, reason: str | None) -> int:
     return STOPPED if reason else 0
 
 
-def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int) -> int:
+def end(folder: Path | None, world: launch.World, message: str, *, state: str, status: int, step: int | None = None) -> int:
     """For what ended before step 1: the main process says so, or this rank where the main process found nothing wrong."""
     met_alone = False
     if world.rank and status:  # if we went first, the launcher would end the main process before it has spoken
@@ -322,7 +322,7 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
         with suppress(OSError):
             print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
-            runfolder.note_end(folder, world.rank, state, status, message)
+            runfolder.note_end(folder, world.rank, state, status, message, step)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

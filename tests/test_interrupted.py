@@ -28,6 +28,7 @@ from launching import (
 
 from pretrain import checkpoint, config, export, resume
 from pretrain.inspection import check_ledger
+from pretrain.runfolder import Status
 
 pytestmark = pytest.mark.launch
 WINDOWS, EPOCHS, STEPS, LAST = 100, 4.79, 60, 479  # 60 updates of 8 windows; the last has 7
@@ -210,10 +211,12 @@ def test_end_rotation_and_a_finished_run(forks: Forks, whole: Launch, place: Pat
     assert (junk / "notes.txt").exists()
 
     before = losses(folder)
+    Status(folder, 0).write("failed", step=11, exit_status=1, reason="a rank was lost after the last save")
     status, said = short("third", *ten)
     assert status == 0
     assert f"{folder} is finished: step 10" in said
-    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    found = json.loads((folder / "status.json").read_text())
+    assert (found["state"], found["step"]) == ("finished", 10)
     assert losses(folder) == before
 
 
