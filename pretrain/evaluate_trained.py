@@ -43,7 +43,7 @@ def _evaluate(trained: Trained, stream: TokenStream, split: str, micro: int, dev
 
 def _trained_on(checkpoint: Path) -> list[Path]:
     try:
-        cfg = OmegaConf.load(checkpoint.parent.parent / "config.yaml")
+        cfg = OmegaConf.load(checkpoint.resolve().parent.parent / "config.yaml")
     except FileNotFoundError:
         raise ConfigError(f"{checkpoint} does not say what it was trained on; name a set with --data") from None
     return [Path(source.path) for source in cfg.data.val or cfg.data.train]

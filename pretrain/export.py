@@ -40,13 +40,15 @@ def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
     described = checkpoint.read_json(path, "model.json")
     model = models.from_description(described)
     checkpoint.load(path, {"model": models.named_tensors(model)})
-    return _trained(model, path.parent.parent / "tokenizer", path, custom=described["build"] is not None)
+    return _trained(model, path.resolve().parent.parent / "tokenizer", path, custom=described["build"] is not None)
 
 
 def _open_exported(path: Path) -> Trained:
-    config = GPT2Config.from_pretrained(path)
+    with models.naming(f"cannot load {path}"):
+        config = models.pretrained_config(str(path))
+        state = models.pretrained_state(str(path))
     model = models.from_description({"config": config.to_dict(), "vocab_size": config.vocab_size, "build": None})
-    models.load_plain(model, GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32).state_dict())
+    models.load_plain(model, state)
     return _trained(model, path, path, custom=False)
 
 

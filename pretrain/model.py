@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, logging
 
 from pretrain import document_mask
 from pretrain.config import Config, ConfigError
@@ -200,8 +200,8 @@ def _custom(path: str) -> Any:
 def _config_of(cfg: Config, vocab_size: int) -> GPT2Config:
     """Of the model that `init_from` names."""
     source = cast(str, cfg.model.init_from)
-    with _naming(source):
-        c: GPT2Config = GPT2Config.from_pretrained(source)
+    with _loading(source):
+        c = pretrained_config(source)
     wanted = {
         "vocab_size": vocab_size,
         **({} if cfg.shape == (0, 0, 0) else dict(zip(("n_layer", "n_head", "n_embd"), cfg.shape, strict=True))),
@@ -222,7 +222,7 @@ class Pretrained:
         self._stored: Callable[[str], Tensor] | None = None
 
     def __call__(self, name: str, real: Tensor) -> None:
-        with _naming(self._source):
+        with _loading(self._source):
             if self._stored is None:
                 self._stored = self._open()
             real.copy_(self._stored(name))
@@ -230,18 +230,48 @@ class Pretrained:
     def _open(self) -> Callable[[str], Tensor]:
         file = cached_file(self._source, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
         if file is None:
-            return GPT2LMHeadModel.from_pretrained(self._source, dtype=torch.float32).state_dict().__getitem__  # type: ignore[no-any-return]
+            return pretrained_state(self._source).__getitem__
         stored = safe_open(file, "pt")
         short = "transformer.wte.weight" not in stored.keys()  # noqa: SIM118  it is no mapping
         return lambda name: stored.get_tensor(name.removeprefix("transformer.") if short else name)
 
 
+def pretrained_config(source: str) -> GPT2Config:
+    """Of a Hugging Face model. Raises ConfigError where it is no GPT-2, or one whose head has weights of its own."""
+    kind = GPT2Config.get_config_dict(source)[0].get("model_type")
+    if kind != "gpt2":
+        raise ConfigError(f"config.json says {kind}, not gpt2")
+    config: GPT2Config = GPT2Config.from_pretrained(source)
+    if not config.tie_word_embeddings:
+        raise ConfigError("config.json says tie_word_embeddings=false: its head has weights of its own, ours has none")
+    return config
+
+
+def pretrained_state(source: str) -> dict[str, Tensor]:
+    """All weights of a Hugging Face model, in fp32. Raises ConfigError where some are not there: transformers would make them up."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it has a table for what we say in a line
+    try:
+        plain, found = GPT2LMHeadModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    lacking = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])} - {"lm_head.weight"})
+    if lacking:
+        raise ConfigError(f"{len(lacking)} of its weights are missing or have another shape, {lacking[0]} among them")
+    return plain.state_dict()  # type: ignore[no-any-return]
+
+
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
+    """What cannot be loaded is said in one line that begins so."""
     try:
         yield
     except Exception as error:  # transformers raises OSError, ValueError, or what the hub's client raised
-        raise ConfigError(f"model.init_from: cannot load {source!r}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{what}: {str(error).splitlines()[0]}") from None
+
+
+def _loading(source: str) -> AbstractContextManager[None]:
+    return naming(f"model.init_from: cannot load {source!r}")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -10,10 +10,19 @@ import pytest
 import torch
 from group import Ranks
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from pretrain import checkpoint, evaluate_trained
 from pretrain import config as configs
@@ -92,6 +101,46 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_trained(tmp_path / "none", quiet)
     with pytest.raises(ConfigError, match=r"neither a run.*manifest\.json is missing"):
         open_trained(tmp_path, quiet)
+
+
+def test_what_is_not_a_whole_gpt2_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers would fill in what is missing with random numbers, and a loss of these would pass for one."""
+    llama, cut, none = tmp_path / "llama", tmp_path / "cut", tmp_path / "none"
+    LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                 max_position_embeddings=8)).save_pretrained(llama)  # fmt: skip
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=20)).save_pretrained(cut)
+    weights = load_file(cut / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if ".h.1." not in name}, cut / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"cannot load {llama}: config.json says llama, not gpt2"):
+        open_trained(llama, quiet)
+    capfd.readouterr()
+    with pytest.raises(
+        ConfigError, match=rf"cannot load {cut}: 12 of its weights are missing or have another shape, transformer\.h\.1\.\S+ among them"
+    ):
+        open_trained(cut, quiet)
+    assert "MISSING" not in "".join(capfd.readouterr()), "a table of them"
+    shutil.copytree(cut, none)
+    (none / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"cannot load {none}: .*no file named model.safetensors"):
+        open_trained(none, quiet)
+    (none / "config.json").write_text(
+        (cut / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    )
+    with pytest.raises(ConfigError, match="its head has weights of its own"):
+        open_trained(none, quiet)
+    save_file({**weights, "transformer.wpe.weight": torch.zeros(4, 16)}, cut / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=rf"cannot load {cut}: 1 of its weights are missing or have another shape, transformer\.wpe\.weight among them"
+    ):
+        open_trained(cut, quiet)
+
+
+def test_a_checkpoint_knows_its_run_wherever_one_stands(trained: tuple[Path, drive.Weights], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = trained
+    monkeypatch.chdir(run / "checkpoints")
+    assert open_trained(Path("step_00000006"), quiet).tokenizer is not None
+    monkeypatch.chdir("step_00000006")
+    assert "toy" in evaluate_trained.evaluate(Path("."), None, "train", 8, quiet)
 
 
 def test_an_export_appears_whole_or_not_at_all(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from custom_models import SwiGLU
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -319,6 +320,21 @@ def test_init_from_another_shape_is_one_clear_line(tmp_path: Path) -> None:
         assert part in text
     with pytest.raises(ConfigError, match=r"model\.init_from: cannot load .*nowhere"):
         build(tiny(init_from=str(tmp_path / "nowhere")), 50, 0)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_init_from_what_is_not_a_whole_gpt2_is_one_clear_line(tmp_path: Path, file: str) -> None:
+    """transformers would fill in what is missing with random numbers."""
+    save_gpt2(tmp_path)
+    weights = {name: w for name, w in load_file(tmp_path / "model.safetensors").items() if ".h.1." not in name}
+    (tmp_path / "model.safetensors").unlink()
+    (torch.save if file.endswith("bin") else save_file)(weights, tmp_path / file)
+    with pytest.raises(ConfigError, match=r"model\.init_from: cannot load .*transformer\.h\.1"):
+        build(tiny(init_from=str(tmp_path), n_layer=None, n_head=None, n_embd=None), 50, 0)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "gpt2"', '"model_type": "llama"'))
+    with pytest.raises(ConfigError, match=r"model\.init_from: cannot load .*: config\.json says llama, not gpt2"):
+        build(tiny(init_from=str(tmp_path), n_layer=None, n_head=None, n_embd=None), 50, 0)
 
 
 def test_another_block_by_model_build(tmp_path: Path) -> None:
