@@ -283,8 +283,12 @@ def layout(cfg: Config, world_size: int, windows_per_epoch: int) -> Layout:
 
 def smaller_micro(cfg: Config, world_size: int) -> int | None:
     """The largest `batch.micro` below the present one that divides the batch: what to try when memory runs out. None below 1."""
-    per_rank = cfg.batch.tokens // (cfg.data.sequence_length * world_size)
-    return max((m for m in range(1, cfg.batch.micro) if per_rank % m == 0), default=None)
+    return largest_micro(cfg.batch.tokens // (cfg.data.sequence_length * world_size), cfg.batch.micro - 1)
+
+
+def largest_micro(sequences: int, most: int) -> int | None:
+    """Of the micro-batches up to `most` into which a process's sequences divide; None below 1."""
+    return max((m for m in range(1, most + 1) if sequences % m == 0), default=None)
 
 
 def _micro_that_divides(tokens: int, T: int, micro: int, world_size: int) -> str:

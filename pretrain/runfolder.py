@@ -94,27 +94,31 @@ def claim(folder: Path) -> None:
     """Become the run folder's only owner for as long as this process lives. Raises ConfigError naming the owner."""
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+b", buffering=0)  # noqa: SIM115 — held for the life of the run
+        _owned[folder] = take_lock(folder, in_use)
     except OSError as error:
         raise cannot_write(folder, error) from None
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except _HELD:
-            problem = in_use(folder)  # none: somebody else was looking just then
-        except OSError as error:
-            problem = _no_locks(folder, error)
-        if problem:
-            lock.close()
-            raise ConfigError(problem)
+
+
+def take_lock(folder: Path, in_use: Callable[[Path], str | None]) -> IO[bytes]:
+    """Held until it is closed. Raises ConfigError with what `in_use` says of the folder, and OSError where it cannot be written."""
+    lock = open(folder / ".lock", "a+b", buffering=0)  # noqa: SIM115 — the caller's to close
     try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if problem := in_use(folder):
+                    raise ConfigError(problem) from None
+                if not isinstance(error, _HELD):
+                    raise
+                # somebody else was looking just then
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
-    except OSError as error:
+    except BaseException:
         lock.close()
-        raise cannot_write(folder, error) from None
-    _owned[folder] = lock
+        raise
+    return lock
 
 
 def join(folder: Path) -> None:
@@ -126,8 +130,9 @@ def is_ours(folder: Path | None) -> bool:
     return folder in _owned
 
 
-def in_use(folder: Path) -> str | None:
-    """Why nobody else may have the run folder, who owns it for one, and how to go on; None where nobody does."""
+def in_use(folder: Path, instead: str = "") -> str | None:
+    """Why nobody else may have the folder, who owns it for one, and how to go on: by another key `instead` of a run's; None where nobody
+    does."""
     try:
         with open(folder / ".lock", encoding="utf-8") as lock:
             try:
@@ -136,18 +141,16 @@ def in_use(folder: Path) -> str | None:
             except _HELD:
                 owner = lock.read().strip() or "another process"
             except OSError as error:
-                return _no_locks(folder, error)
+                where = instead or "run.dir"
+                return f"{folder}'s file system keeps no locks ({error.strerror}): mount it with flock, or put {where} elsewhere"
     except OSError:
         return None
-    return f"{folder} is in use by {owner}; wait for it, stop it (touch {folder}/stop), or choose another run.name"
+    way = f"or choose another {instead}" if instead else f"stop it (touch {folder}/stop), or choose another run.name"
+    return f"{folder} is in use by {owner}; wait for it, {way}"
 
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with run.dir or run.name")
-
-
-def _no_locks(folder: Path, error: OSError) -> str:
-    return f"{folder}'s file system keeps no locks ({error.strerror}): mount it with flock, or put run.dir elsewhere"
 
 
 class Status:

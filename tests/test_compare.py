@@ -1,6 +1,7 @@
 """`pretrain compare`: what is launched, what is read from it, and what the report says of that."""
 
 import csv
+import errno
 import html
 import json
 import math
@@ -222,6 +223,11 @@ def test_a_folder_is_of_one_comparison_at_a_time(config: Callable[..., Path], tm
     with (
         owned(tmp_path / "cmp"),
         pytest.raises(ConfigError, match=r"cmp is in use by process \d+ on .*; wait for it, or choose another compare.dir"),
+    ):
+        compare(path, [], print)
+    with (
+        patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")),
+        pytest.raises(ConfigError, match=r"or put compare\.dir elsewhere"),
     ):
         compare(path, [], print)
     plan(tmp_path / "cmp", "speed", {"member": "ddp"}, config_file="configs/other.yaml")

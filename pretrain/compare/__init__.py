@@ -26,7 +26,7 @@ def compare(config_file: Path, overrides: Sequence[str], say: Callable[[str], No
         say(f"{len(todo)} launches into {folder}" + ("; more, when it is known what is best" if _tuned(cfg) else ""))
         try:
             run_all(todo, cfg.compare.kind, say)
-            if more := planned(config_file, overrides)[1][len(todo) :]:
+            if _tuned(cfg) and (more := planned(config_file, overrides)[1][len(todo) :]):
                 write_plan(cfg, config_file, overrides, [*todo, *more])
                 say(f"{len(more)} launches more, of what is best")
                 run_all(more, cfg.compare.kind, say)

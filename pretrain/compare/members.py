@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import Config, ConfigError, as_run, build_options, load, replace
+from pretrain.config import Config, ConfigError, as_run, build_options, largest_micro, load, replace
 from pretrain.strategies import OPTIONS, STRATEGIES
 
 _OWN_KEYS = ("name", "grid", "processes", "baselines")
 _LOCAL = ("local_sgd", "diloco")
-_ALONE: dict[str, Any] = {
-    "strategy.options": {},
-    "strategy.replicas": None,
-    "strategy.simulate": None,
-}  # what a config may have for local methods
+# What a config may have for local methods, and ddp would refuse.
+_ALONE: dict[str, Any] = {"strategy.options": {}, "strategy.replicas": None, "strategy.simulate": None}
 # What a local method with M replicas is held against, for the same tokens: name -> (factor on `batch.tokens`, by which
 # the updates are divided, whether by ddp).
 # Douillard et al. 2023 (arXiv 2311.08105, table 2) have such rows, with one replica's batch as the unit; here the unit is all replicas'.
@@ -162,7 +159,8 @@ def _baselines(member: Member, cfg: Config) -> Iterator[Member]:
         values = {**member.values, "batch.tokens": round(batch * factor(M)), "train.max_steps": round(steps / factor(M))}
         if by_ddp:
             values = {key: value for key, value in values.items() if not key.startswith("strategy.")}
-            values |= {**_ALONE, "strategy.name": "ddp" if member.processes > 1 else "single"}
+            values |= {key: none for key, none in _ALONE.items() if _value({}, cfg, key) != none}
+            values["strategy.name"] = "ddp" if member.processes > 1 else "single"
         else:
             values |= {"strategy.replicas": 1} if member.processes > 1 else {"strategy.simulate": 1}
         values["batch.micro"] = _micro_that_divides(values, cfg, member.processes)
@@ -180,7 +178,7 @@ def _micro_that_divides(values: Values, cfg: Config, processes: int) -> int:
     """The largest up to the one that is given: it changes memory and not what is learnt."""
     given = int(_value(values, cfg, "batch.micro"))
     sequences = int(_value(values, cfg, "batch.tokens")) // (int(_value(values, cfg, "data.sequence_length")) * processes)
-    return max((micro for micro in range(1, given + 1) if sequences and sequences % micro == 0), default=given)
+    return largest_micro(sequences, given) or given
 
 
 def _value(values: Values, cfg: Config, dotted: str) -> Any:

@@ -1,16 +1,15 @@
 """Launch after launch, each by `pretrain train` with its own folder; what is done is not done again."""
 
-import fcntl
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 from pretrain.checkpoint import newest_first
 from pretrain.compare.members import Launch
 from pretrain.config import ConfigError, as_run
-from pretrain.runfolder import in_use, read_status, write_atomic
+from pretrain.runfolder import in_use, read_status, take_lock, write_atomic
 from pretrain.supervise import end_with_parent
 from pretrain.watch import duration
 
@@ -35,15 +34,7 @@ class Interrupted(Exception):
 def owned(folder: Path) -> Iterator[None]:
     """One comparison at a time in a folder: two would measure each other. Raises ConfigError naming the other one."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise ConfigError(f"{folder} is in use by {lock.read()}; wait for it, or choose another compare.dir") from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        lock.flush()
+    with take_lock(folder, partial(in_use, instead="compare.dir")):
         yield
 
 
