@@ -218,7 +218,7 @@ def _fact(key: str, form: Callable[[Any], str] = str) -> Callable[[Run], str]:
 
 def _state(run: Run) -> str:
     state, reason = run.status.get("state", "unknown: no status.json"), run.status.get("reason")
-    return f"{state}: {reason}" if reason else state
+    return f"{state}: {reason}" if reason and state != "finished" else state
 
 
 def _val_loss(run: Run, *, best: bool) -> str:

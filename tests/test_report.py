@@ -108,11 +108,13 @@ def test_how_a_run_stands_is_said(tmp_path: Path) -> None:
         "going": {"state": "running", "step": 50, "reason": None},
         "broken": {"state": "failed", "step": 50, "reason": "rank 1: out of memory | see logs/"},
         "lost": None,
+        "again": {"state": "finished", "step": 50, "reason": "runs/again is finished: step 50. To train longer: …"},
     }
     runs = [make_run(tmp_path / name, rows, status) for name, status in states.items()]
     report(runs, tmp_path / "out", None)
     text = (tmp_path / "out" / "report.md").read_text("utf-8")
     assert "| running |" in text
+    assert "| finished |" in text  # what a start that found it so had to say is of no use here
     assert "| failed: rank 1: out of memory \\| see logs/ |" in text  # the bar would end the cell
     assert "| unknown: no status.json |" in text
 
