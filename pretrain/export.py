@@ -1,5 +1,6 @@
 """Trained weights, wherever they lie: a run folder, one of its checkpoints, or an exported Hugging Face folder."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,12 +36,23 @@ def open_trained(path: Path, say: Callable[[str], None]) -> Trained:
         path = found
     elif not path.is_dir():
         raise ConfigError(f"{path}: no such run, checkpoint or exported folder")
+    elif _is_prepared(path):
+        raise ConfigError(
+            f"{path} is a prepared set: name a run, a checkpoint or an exported folder (evaluate takes a set as --data {path})"
+        )
     elif problem := checkpoint.verify(path):
         raise ConfigError(f"{path} is neither a run, nor a whole checkpoint, nor an exported folder: {problem}")
     described = checkpoint.read_json(path, "model.json")
     model = models.from_description(described)
     checkpoint.load(path, {"model": models.named_tensors(model)})
     return _trained(model, path.resolve().parent.parent / "tokenizer", path, custom=described["build"] is not None)
+
+
+def _is_prepared(path: Path) -> bool:
+    try:
+        return "splits" in json.loads((path / checkpoint.MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _open_exported(path: Path) -> Trained:

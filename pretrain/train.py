@@ -356,20 +356,23 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
             with suppress(OSError):
                 traceback.print_exception(error)
             report_failure(None, rank, explain(error, micro), step, status)
-        elif report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error)):
-            with suppress(OSError), open(folder / "logs" / f"rank_{rank}.txt", "a", encoding="utf-8") as log:
-                traceback.print_exception(error, file=log)
+        else:
+            path = folder / "logs" / f"rank_{rank}.txt"
+            told = f"{explain(error, micro)} (traceback in {path})"
+            if report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error), told=told):
+                with suppress(OSError), open(path, "a", encoding="utf-8") as log:
+                    traceback.print_exception(error, file=log)
     finally:
         os._exit(status)  # an ordinary exit would wait in collectives for the others
 
 
-def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED, *, again: bool = False) -> bool:
-    """Whether this was the first failure of the launch: only that one is told."""
+def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED, *, again: bool = False,
+                   told: str = "") -> bool:  # fmt: skip
+    """Whether this was the first failure of the launch: only that one is told, as `told` where that says more than the reason."""
     with suppress(OSError):  # rather told twice than not at all
         if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status, again=again):
             return False
-    log = f" (traceback in {folder}/logs/rank_{rank}.txt)" if folder else ""
-    tell(f"rank {rank} failed at step {step:,}: {reason}{log}")
+    tell(f"rank {rank} failed at step {step:,}: {told or reason}")
     return True
 
 

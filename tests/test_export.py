@@ -103,6 +103,11 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_trained(tmp_path, quiet)
 
 
+def test_a_prepared_set_is_no_run(toy_set: Path) -> None:
+    with pytest.raises(ConfigError, match="is a prepared set: name a run"):
+        open_trained(toy_set, quiet)
+
+
 def test_what_is_not_a_whole_gpt2_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """transformers would fill in what is missing with random numbers, and a loss of these would pass for one."""
     llama, cut, none = tmp_path / "llama", tmp_path / "cut", tmp_path / "none"

@@ -275,6 +275,8 @@ def test_during_a_checkpoint_and_twice(forks: Forks, config: Path, folder: Path,
         "second request to stop (SIGINT)",
         "second request to stop (SIGTERM)",
     )  # the kernel may hand them over in either order
+    assert reason in alone.said
+    assert "traceback" not in alone.said  # there is none
     assert "step_00000006 at step 6" in alone.said
     assert_only_complete(folder, [3, 6])
 
