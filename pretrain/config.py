@@ -418,11 +418,19 @@ def _read_override(override: str, tree: dict[str, Any], errors: list[str]) -> No
             value = OmegaConf.to_container(OmegaConf.create(f"value: {text}" if text.strip() else "value: ''"))["value"]  # type: ignore[index,call-overload]
         except Exception:  # as in load
             value = text
+        if isinstance(value, bool | int | float) and _is_text(name):
+            value = text.strip()  # run.name=007 and run.name=off are names
         mapping = next((key for key in ("strategy.options", "compare.network") if name.startswith(f"{key}.")), None)
         if mapping is None:
             tree[name] = value
         elif isinstance(given := tree.get(mapping) or {}, Mapping):  # anything else is reported when the section is built
             tree[mapping] = {**given, name.removeprefix(f"{mapping}."): value}
+
+
+def _is_text(dotted: str) -> bool:
+    section, _, name = dotted.partition(".")
+    keys = typing.get_type_hints(typing.get_type_hints(Config).get(section, object))
+    return keys.get(name) in (str, str | None)
 
 
 def _build_section(prefix: str, cls: type, tree: Mapping[str, Any], errors: list[str]) -> Any:
@@ -480,7 +488,8 @@ def _convert(value: Any, hint: Any) -> Any:
     expected = {int: int, float: float, str: str}.get(hint, Mapping)
     if not isinstance(value, expected) or isinstance(value, bool):
         words = {int: "a whole number", float: "a number", str: "text"}.get(hint, "a mapping")
-        raise ValueError(f"expected {words}, found {value!r}")
+        quoted = "; write it in quotes if it is one" if hint is str and isinstance(value, bool) else ""
+        raise ValueError(f"expected {words}, found {value!r}{quoted}")
     return value
 
 

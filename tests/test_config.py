@@ -159,10 +159,15 @@ def test_a_float_that_looks_like_a_boolean_is_not_turned_around(write: Write) ->
 @pytest.mark.parametrize("word", ["off", "Off", "OFF", "'off'", "no", "false"])
 def test_off_is_off_though_yaml_reads_it_as_a_boolean(write: Write, word: str) -> None:
     text = f"data: {{train: data/x}}\nmodel: {{preset: tiny}}\ntrain: {{max_steps: 1, compile: {word}}}\ntrack: {{wandb: {word}}}\n"
-    if word in ("'off'", "off", "no", "false", "Off", "OFF"):
-        cfg = load(write(text))
-        assert (cfg.train.compile, cfg.track.wandb) == ("off", "off")
+    cfg = load(write(text))
+    assert (cfg.train.compile, cfg.track.wandb) == ("off", "off")
     assert load(write({}), [f"track.wandb={word}"]).track.wandb == "off"
+
+
+@pytest.mark.parametrize("name", ["off", "007", "1e3", "2024", "yes"])
+def test_a_name_is_taken_as_it_is_written(write: Write, name: str) -> None:
+    """YAML would read another value, and with it another run folder."""
+    assert load(write({}), [f"run.name={name}"]).run.name == name
 
 
 def test_on_is_no_mode(write: Write) -> None:
