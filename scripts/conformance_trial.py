@@ -125,6 +125,7 @@ class Trial:
         self.expected = reference(setting, plan.strategy)
         self.launch: Launch | None = None
         self.starts = self.repeated = 0
+        self.torn = False  # a line was cut in two, and no start has got as far as to cut it back
         self.struck_here = self.spoilt = False  # this start: whether a fault has passed over it, and whether one spoilt its disk
 
     def run(self) -> Outcome:
@@ -160,6 +161,7 @@ class Trial:
     def between(self, fault: faults.Fault) -> None:
         if self.launch is None and (done := faults.damage(fault, self.folder)):
             self.note(fault.kind, "between starts", done)
+            self.torn |= fault.kind == "cut the records short"
 
     def during(self, fault: faults.Fault) -> None:
         launch = self.launch or self.begin()
@@ -224,7 +226,8 @@ class Trial:
         problems += self._beginning(text)
         problems += self._ending(text, code, fault, ready)
         problems += self._checkpoints()
-        problems += [f for f in check.records(self.folder, self.expected) if not (self.spoilt and "is no record" in f)]
+        self.torn &= "ready for step" not in text
+        problems += [f for f in check.records(self.folder, self.expected) if not ((self.spoilt or self.torn) and "is no record" in f)]
         if self.cause:
             now = check.steps_repeated(self.folder)
             self.cause.repeated += now - self.repeated
