@@ -139,10 +139,11 @@ def strike(fault: Fault, launch: Launch, folder: Path) -> bool:
     try:
         top, launcher, ranks = launch.tree()
         number = signal.SIGKILL if fault.kind in KILLS else signal.SIGTERM
-        if fault.kind in ("kill a rank", "stop a rank"):  # while it starts up, what there is of it
-            victims = [draw.choice(ranks) if ranks else launcher or top]
+        launchers = [launcher] if launcher else []  # none before it is started, and after its end
+        if fault.kind in ("kill a rank", "stop a rank"):
+            victims = [draw.choice(ranks or launchers)] if ranks or launchers else []
         elif fault.kind == "kill the launcher":
-            victims = [launcher or top]
+            victims = launchers
         elif fault.kind == "kill everything":
             victims = alive()
             draw.shuffle(victims)
