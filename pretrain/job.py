@@ -121,7 +121,16 @@ def start(
     init_hash, parameters = found.numbers.get("init_hash") or models.weights_hash(module, initial), models.parameter_count(module)
     if initial is not None and found.checkpoint is not None:
         initial = module.padded(lambda name, real: None)  # the checkpoint has them all
-    agree(control, {"config": everything_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash, "code": runfolder.code_hash()})
+    agree(
+        control,
+        {
+            "device": device.type,
+            "config": everything_hash(cfg),
+            "data": sets.fingerprints,
+            "initial weights": init_hash,
+            "code": runfolder.code_hash(),
+        },
+    )
     flops = models.flops_per_token(module, numbers.sequence_length)
     compile_mode, compile_why = machine.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
@@ -152,7 +161,7 @@ def start(
              f"precision {precision}: {precision_why}", f"compile {compile_mode}: {compile_why}", *strategy.notes(), *emulated.notes,
              *(f"{stream.name}: bare files in the format of {stream.format}, tokenizer {sets.tokenizer['name']}"
                for stream in (*sets.train, *sets.val) if stream.manifest is None),
-             *_device_notes(device, world, strategy.devices // world.size, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
+             *_device_notes(cfg, device, world, strategy.devices // world.size, cpu_note), *(f"changed since the checkpoint: {line}" for line in changed)]  # fmt: skip
     _open(job, found, facts, notes, began)
     return job, progress
 
@@ -293,10 +302,10 @@ def _set_kernels(cfg: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _device_notes(device: torch.device, world: launch.World, of_each: int, cpu_note: str) -> list[str]:
+def _device_notes(cfg: Config, device: torch.device, world: launch.World, of_each: int, cpu_note: str) -> list[str]:
     """`of_each`: devices of one process."""
     if device.type == "cpu":
-        return [cpu_note]
+        return [cpu_note, *machine.unused_gpus(cfg)]
     busy, there = world.local_size * of_each, torch.cuda.device_count()
     return [f"{busy} of {there} GPUs in use"] if device.type == "cuda" and there > busy else []
 

@@ -22,8 +22,21 @@ class World:
 
 def read_world() -> World:
     """From the environment that torchrun and Accelerate's launcher make; one process without it. Raises ConfigError."""
+    check_not_side_by_side()
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     return World(rank, _number("LOCAL_RANK", rank), size, _number("LOCAL_WORLD_SIZE", size))
+
+
+def check_not_side_by_side() -> None:
+    """Raises ConfigError in several processes that srun or mpirun started without a launcher: each would take itself for the whole run."""
+    if has_launcher() or {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if (count := _number(variable, 1)) > 1:
+            raise ConfigError(
+                f"{count} processes were started side by side ({variable}), and each would train by itself: start one launcher a node (torchrun, "
+                f"accelerate launch), as slurm/train.sbatch does; for one process on purpose, unset {variable}"
+            )
 
 
 def _number(variable: str, default: int) -> int:
@@ -33,12 +46,18 @@ def _number(variable: str, default: int) -> int:
     return int(value)
 
 
+def usable_cores() -> int:
+    """Of the machine's, without hyper-threads: those that this process may run on."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
+
+
 def has_launcher() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
 
 
 def is_in_slurm_step() -> bool:
-    """Started by slurm/*.sbatch: then Slurm signals every process of the step, some of them several times, and the script repeats it."""
+    """Of slurm/*.sbatch: then Slurm signals every process of the step, some of them several times, and the script repeats it."""
     return os.environ.get("PRETRAIN_LAUNCHED", "").startswith("slurm-")
 
 

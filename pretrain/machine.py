@@ -4,11 +4,12 @@ import ctypes
 import os
 import platform
 import shutil
+from glob import glob
 
-import psutil
 import torch
 
 from pretrain.config import Config, ConfigError
+from pretrain.launch import usable_cores
 
 _WORTH_COMPILING = 1e13  # FLOPs of a whole run below which a CPU trains sooner than it compiles
 
@@ -22,7 +23,22 @@ def device_type(cfg: Config) -> str:
         raise ConfigError("run.device=mps: torch finds no Apple GPU here; write run.device=auto")
     if cfg.run.device != "auto":
         return cfg.run.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if (allotted := os.environ.get("SLURM_GPUS_ON_NODE", "0")) != "0":
+        raise ConfigError(
+            f"Slurm allotted GPUs on {platform.node()} ({allotted}), and torch {torch.__version__} can use none of them: "
+            f"{'see pretrain doctor' if torch.version.cuda else 'it is a build for CPUs'}; run.device=cpu trains on CPUs all the same"
+        )
+    return "cpu"
+
+
+def unused_gpus(cfg: Config) -> list[str]:
+    """A note where this machine has GPUs that a run on its CPU was meant to use."""
+    there = len(glob("/dev/nvidia[0-9]*"))
+    if cfg.run.device != "auto" or not there or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    return [f"{there} GPUs are there, and torch {torch.__version__} can use none of them: pretrain doctor says why"]
 
 
 def choose_precision(cfg: Config, device: torch.device) -> tuple[str, str]:
@@ -74,10 +90,7 @@ def prepare_cpu(processes: int) -> str:
     """
     told = os.environ.get("OMP_NUM_THREADS")
     if told is None or (told == "1" and processes > 1 and "PRETRAIN_LAUNCHED" not in os.environ):
-        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = min(cores, len(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(1, cores // processes))
+        torch.set_num_threads(max(1, usable_cores() // processes))
     kept = ""
     if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ and not os.environ.get("LD_PRELOAD"):
         mallopt = ctypes.CDLL(None).mallopt

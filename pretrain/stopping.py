@@ -18,6 +18,7 @@ _SIGNALS = {signal.SIGINT: 2, signal.SIGTERM: 3, signal.SIGUSR1: 4}
 _LAUNCHER_GONE, _TIME_LIMIT = 5, 6
 _UNKNOWN = 60.0  # seconds that a first checkpoint is taken to need, or a tenth of the time limit where that is less
 _GOING = 10.0  # seconds from the last checkpoint to the end of the process
+_ECHO = 5.0  # seconds in which a launcher passes on what its workers have been sent, too: by systemd, or Slurm without our scripts
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,6 +56,7 @@ class StopRequests:
         """`repeated`: requests come several times each, and a second one means nothing. `launch_time`: a stop file that is older is a leftover;
         by the time that we listen, the user has waited through seconds of imports."""
         self._requested, self._repeated = 0, repeated
+        self._requested_at, self._echo = 0.0, _ECHO if follow_launcher else 0.0
         self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
         self.at_once: Callable[..., object] = print  # the same for one that has
         self._training = False
@@ -129,7 +131,7 @@ class StopRequests:
             if not self._gone:
                 self._gone = True
                 self._requested = self._requested or _LAUNCHER_GONE
-        elif self._requested and self._repeated:
+        elif self._requested and (self._repeated or time.monotonic() < self._requested_at + self._echo):
             return
         elif self._requested:
             try:
@@ -137,7 +139,7 @@ class StopRequests:
             finally:
                 os._exit(1)
         else:
-            self._requested = _SIGNALS[number]
+            self._requested, self._requested_at = _SIGNALS[number], time.monotonic()
         if not self._training:
             try:
                 self.at_start(_REASONS[self._requested])

@@ -16,6 +16,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pretrain import config
+from pretrain.launch import check_not_side_by_side, usable_cores
 from pretrain.network import namespaces
 from pretrain.runfolder import Status, cannot_write, in_use, note_end, read_status
 
@@ -35,20 +36,26 @@ def end_with_parent() -> None:
 def check(config_file: str, overrides: Sequence[str]) -> config.Config:
     """Raises ConfigError for what the config alone shows; everything else is the trainer's to find."""
     cfg = config.load(config_file, overrides)
+    _check_strategy(cfg, config_file, overrides)
+    return cfg
+
+
+def _check_strategy(cfg: config.Config, config_file: str, overrides: Sequence[str]) -> None:
     if cfg.strategy != config.Strategy():  # its names and options are the strategies' to know: some seconds of imports
         from pretrain.strategies import OPTIONS
 
-        try:
-            config.load(config_file, overrides, OPTIONS)
-        except config.ConfigError as error:
-            note_end(cfg.folder, 0, "refused", 2, str(error))
-            raise
-    return cfg
+        config.load(config_file, overrides, OPTIONS)
 
 
 def train(config_file: str, overrides: Sequence[str], launcher_flags: Sequence[str]) -> int:
     """The trainer's own exit status. Raises ConfigError."""
-    cfg = check(config_file, overrides)
+    check_not_side_by_side()
+    cfg = config.load(config_file, overrides)
+    try:
+        _check_strategy(cfg, config_file, overrides)
+    except config.ConfigError as error:
+        note_end(cfg.folder, 0, "refused", 2, str(error))
+        raise
     logs = cfg.folder / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -150,7 +157,6 @@ def _launcher_config(logs: Path, processes: int) -> Path:
 
 def _environment(processes: int) -> dict[str, str]:
     """What helps and the launcher would not set: threads, time to save after a signal, SIGUSR1 (Slurm's) passed on."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    ours = {"OMP_NUM_THREADS": str(max(1, cores // processes)), "PET_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    ours = {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes)), "PET_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1"}  # fmt: skip
     return {**ours, **os.environ, "PRETRAIN_LAUNCHED": uuid4().hex}

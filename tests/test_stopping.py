@@ -75,6 +75,21 @@ def exit_status_of(act: Callable[..., None], *arguments: object) -> int | None:
     return process.exitcode
 
 
+def ask_with_an_echo(seconds: float) -> None:
+    stops = stopping.StopRequests(follow_launcher=True)
+    stops.begin()
+    stops._receive(TERM)
+    stops._requested_at -= seconds
+    stops._receive(TERM)
+    os._exit(0 if stops.agreed(None) == "SIGTERM" else 2)
+
+
+def test_what_a_launcher_passes_on_is_no_second_request() -> None:
+    """systemd, and Slurm without our scripts, signal trainers and launcher alike."""
+    assert exit_status_of(ask_with_an_echo, 0) == 0
+    assert exit_status_of(ask_with_an_echo, 60) == 1
+
+
 def test_a_request_that_cannot_be_told_ends_the_process_all_the_same() -> None:
     assert exit_status_of(ask_twice, False) == 75
     assert exit_status_of(ask_twice, True) == 1

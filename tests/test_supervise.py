@@ -1,5 +1,6 @@
 """What `pretrain train` makes of an end: the status of its own launch, whatever somebody else does to the run folder meanwhile."""
 
+import json
 import os
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from launching import make_set, write_config
 
-from pretrain import supervise
+from pretrain import launch, supervise
+from pretrain.config import ConfigError
 from pretrain.runfolder import Status, claim
 
 Ended = Callable[..., tuple[int, bool]]
@@ -66,6 +68,47 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
 )
 def test_the_trainers_own_status_is_returned(ended: Callable[..., int], code: int, state: tuple[str, int | None], status: int) -> None:
     assert ended(code, state, taken_over=False) == status
+
+
+def test_a_check_leaves_the_records_of_a_run_alone(ended: Callable[..., int], tmp_path: Path) -> None:
+    config, status = str(tmp_path / "config.yaml"), tmp_path / "runs" / "run" / "status.json"
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        supervise.check(config, ["strategy.name=ddpp"])
+    assert not status.parent.exists()
+    assert ended(0, ("finished", 0), taken_over=False) == 0
+    before = status.read_text()
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        supervise.check(config, ["strategy.name=ddpp"])
+    assert status.read_text() == before
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        supervise.train(config, ["strategy.name=ddpp"], [])
+    assert json.loads(status.read_text())["state"] == "refused"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinities of processes, as Linux has them")
+def test_threads_are_of_the_cores_that_may_be_used() -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [min(cores)])
+        assert supervise._environment(1)["OMP_NUM_THREADS"] == "1"
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_side_by_side_without_a_launcher_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 4 python pretrain/train.py` would be four runs of one process."""
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert launch.read_world().size == 1
+    monkeypatch.setenv(variable, "4")
+    for start in (launch.read_world, lambda: supervise.train("none.yaml", [], [])):
+        with pytest.raises(ConfigError, match="4 processes were started side by side"):
+            start()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch.read_world().size == 2
 
 
 def test_who_finished_has_finished_although_the_next_launch_is_there(ended: Callable[..., int]) -> None:

@@ -161,10 +161,17 @@ def test_preempted(cluster: Cluster, place: Path, whole: Callable[..., Path]) ->
 def test_a_process_for_each_gpu(cluster: Cluster, place: Path) -> None:
     """Whatever else was asked for. (These GPUs are numbers in Slurm's books.)"""
     for flags in (["--nodes=2", "--gpus-per-node=2"], ["--nodes=1", "--ntasks=2", "--gpus-per-task=1"]):
-        job = submit(cluster, place, f"gpus {len(flags)}", "train.max_steps=2", flags=flags)
+        job = submit(cluster, place, f"gpus {len(flags)}", "train.max_steps=2", "run.device=cpu", flags=flags)
         assert job.wait() == "COMPLETED", job.out
         assert f" on {flags[0][-1]} nodes (" in job.out
         assert " × 2 processes" in job.out
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(cluster: Cluster, place: Path) -> None:
+    job = submit(cluster, place, "no use", "train.max_steps=2", flags=["--nodes=2", "--gpus-per-node=2"])
+    assert job.wait() == "FAILED", job.out
+    assert job.facts()["ExitCode"] == "2:0"
+    assert "Slurm allotted GPUs on " in job.out
 
 
 def test_requeued_in_mid_step(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
