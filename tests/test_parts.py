@@ -219,6 +219,30 @@ def test_what_a_crash_spoilt_is_made_again(folder: Path, tmp_path: Path, monkeyp
     assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
+def cut_the_third_line(part: Path) -> None:
+    """And all after it: what is added next must not become a part of it."""
+    lines = (part / "journal.jsonl").read_bytes().splitlines(True)
+    (part / "journal.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:-20])
+
+
+def tear_the_third_line(part: Path) -> None:
+    lines = (part / "journal.jsonl").read_bytes().splitlines(True)
+    lines[2] = lines[2][:20] + b"\0" * 20 + b"\n"
+    (part / "journal.jsonl").write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize("damage", [cut_the_third_line, tear_the_third_line, flip_a_token])
+def test_a_source_read_from_its_start_is_whole_when_none_of_its_batches_is_missing(folder: Path, tmp_path: Path, damage: Any) -> None:
+    make(folder / "b.jsonl.gz", output=tmp_path / "set", part=(1, 1))
+    damage(tmp_path / "set/.parts/00001-of-00001")
+    with pytest.raises(PartsMissing, match="part 1 is unfinished"):
+        merge(tmp_path / "set")
+    make(folder / "b.jsonl.gz", output=tmp_path / "set", part=(1, 1))
+    merge(tmp_path / "set")
+    make(folder / "b.jsonl.gz", output=tmp_path / "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
 def change_a_letter(folder: Path) -> None:
     """Where the interrupted preparation has been already, leaving size and time as they were."""
     before = (folder / "a.jsonl").stat()

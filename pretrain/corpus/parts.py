@@ -7,6 +7,7 @@ after its last whole task.
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -95,7 +96,7 @@ def uncut(unit: int, number: int) -> int | None:
 def tasks(units: Sequence[Unit], mine: Iterable[int], sources: Sequence[Source], reading: Reading, fragments: bool,
           done: Mapping[tuple[int, int], Result], cut: Cut) -> Iterator[Task]:  # fmt: skip
     """What is still to do, in order."""
-    finished = {unit for (unit, _), result in done.items() if result["last"]}
+    finished = _finished(done)
     for number in mine:
         unit = units[number]
         named = [(source, sources[source]) for source in unit.sources]
@@ -112,7 +113,13 @@ def tasks(units: Sequence[Unit], mine: Iterable[int], sources: Sequence[Source],
         )
         for k, (found, last) in enumerate(_batches(documents)):
             if (number, k) not in done:
-                yield Task(number, k, last, named, found=found, blocks=hashes if last else (), cut=cut(number, k))
+                yield Task(number, k, last, named, found=found, blocks=hashes if last or not k else (), cut=cut(number, k))
+
+
+def _finished(done: Mapping[tuple[int, int], Result]) -> set[int]:
+    """The units of which no task is missing, from the first to the last: a crash may have taken any of them."""
+    counts = Counter(unit for unit, _ in done)
+    return {unit for (unit, number), result in done.items() if result["last"] and counts[unit] == number + 1}
 
 
 def _batches(documents: Iterable[Found]) -> Iterator[tuple[list[Found], bool]]:
@@ -148,9 +155,7 @@ class Part:
                 if old.is_file() and not old.name.startswith("."):
                     old.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"{PLAN}.tmp"
-        temporary.write_text(json.dumps(plan), "utf-8")
-        temporary.rename(folder / PLAN)
+        _write(folder / PLAN, json.dumps(plan))
         return cls(folder)
 
     def add(self, result: Result) -> None:
@@ -165,19 +170,27 @@ class Part:
 
     def missing(self, units: range) -> int:
         """How many of the units are not finished."""
-        finished = {unit for (unit, _), result in self.done.items() if result["last"]}
+        finished = _finished(self.done)
         return sum(unit not in finished for unit in units)
 
     def forget(self, sources: Sequence[Source]) -> None:
-        """Leave out what was made of bytes that have changed since."""
-        stale = set()
+        """Leave out what was made of bytes that have changed since, or of which nothing tells that they have not.
+
+        The journal is then of what is left alone: a torn line would spoil the next, and an old result of a larger number stay.
+        """
+        known, stale = set(), set()
         for (unit, _), result in self.done.items():
             for number, first, hashes in result["blocks"]:
+                known.add(unit)
                 if list(islice(block_hashes(sources[number], first * BLOCK), len(hashes))) != hashes:
                     stale.add(unit)
-        if stale:
+        left = {key: result for key, result in self.done.items() if key[0] in known - stale}
+        if len(left) < len(self.done):
             (self.folder / FINISHED).unlink(missing_ok=True)
-        self.done = {key: result for key, result in self.done.items() if key[0] not in stale}
+        self.done = left
+        path, journal = self.folder / JOURNAL, "".join(json.dumps(result) + "\n" for result in left.values())
+        if path.exists() and path.read_bytes() != journal.encode():
+            _write(path, journal)
 
     def in_order(self) -> list[Result]:
         return [self.done[key] for key in sorted(self.done)]
@@ -210,6 +223,13 @@ class Part:
             except OSError:
                 return False
         return True
+
+
+def _write(path: Path, text: str) -> None:
+    """At once or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.rename(path)
 
 
 def folder_of(parts_folder: Path, part: int, parts: int) -> Path:
