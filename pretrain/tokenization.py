@@ -8,6 +8,7 @@ a document is text like any other.
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,9 +51,13 @@ class Tokenizer:
         return {"name": self.name, "kind": self.kind, "vocab_size": self.vocab_size, "sha256": sha256}
 
     def save(self, folder: Path) -> None:
-        folder.mkdir()
+        """The folder is there when all of it is."""
+        temporary = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a full disk, or by a process that was killed
+        temporary.mkdir()
         for name, content in self.files.items():
-            (folder / name).write_bytes(content)
+            (temporary / name).write_bytes(content)
+        temporary.rename(folder)
 
     def encoder(self, dtype: np.dtype[Any]) -> Encode:
         """UTF-8 to ids, without the end-of-text token. An id that does not fit into `dtype` raises OverflowError."""

@@ -275,6 +275,20 @@ def test_a_part_made_again_of_newer_bytes_is_merged_with_them(folder: Path, tmp_
     assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
+def test_a_set_has_the_tokenizer_of_its_tokens(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a preparation that was begun before, and not half of one."""
+    stop_in_the_middle(folder, tmp_path / "set", monkeypatch)
+    make(folder, output=tmp_path / "set", part=(1, 1), tokenizer="gpt2")
+    saved = tmp_path / "set/.parts/00001-of-00001/tokenizer/tokenizer.json"
+    saved.write_bytes(saved.read_bytes()[:-9])
+    with pytest.raises(CorpusError, match="has lost its tokenizer; run --part 1/1 again"):
+        merge(tmp_path / "set")
+    make(folder, output=tmp_path / "set", part=(1, 1), tokenizer="gpt2")
+    merge(tmp_path / "set")
+    make(folder, output=tmp_path / "whole", tokenizer="gpt2")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
 def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "set"
 

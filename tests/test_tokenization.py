@@ -1,7 +1,9 @@
 """Tokenizers: the ids of three independent implementations agree, and what is saved is what encoded."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
 import string
 from pathlib import Path
@@ -118,6 +120,24 @@ def test_what_is_saved_loads_with_transformers(tmp_path: Path, name: str) -> Non
         assert found(text)["input_ids"] == ids(tokenizer, text)
         assert found.decode(found(text)["input_ids"]) == text
         assert found("<|endoftext|>")["input_ids"] == [tokenizer.eos_id]
+
+
+def test_a_tokenizer_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, write = load("byte"), Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.name == "tokenizer_config.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(OSError, match="No space left"):
+            made.save(tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()
+    made.save(tmp_path / "tokenizer")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()} == made.files
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte", "train:300"])

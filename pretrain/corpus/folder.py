@@ -104,6 +104,8 @@ def all_parts(folder: Path) -> list[Part]:
 
 def publish(parts: Sequence[Part], output: Path, workers: int) -> dict[str, Any]:
     """Put the parts together, and the set in the place of an old one. At no moment does a manifest stand beside files not its own."""
+    if not parts[0].has_tokenizer():
+        raise CorpusError(f"{parts[0].folder} has lost its tokenizer; run --part 1/{parts[0].plan['parts']} again")
     building = output / ".building"
     shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
     building.mkdir()

@@ -6,7 +6,9 @@ after its last whole task.
 """
 
 import contextlib
+import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,14 +149,16 @@ class Part:
     @classmethod
     def open(cls, folder: Path, plan: Mapping[str, Any]) -> "Part":
         """Go on with a part of the same plan, or begin it anew."""
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads((folder / PLAN).read_text("utf-8")) == json.loads(json.dumps(plan)):
-                return cls(folder)
-        with contextlib.suppress(FileNotFoundError):
-            for old in folder.iterdir():
-                if old.is_file() and not old.name.startswith("."):
-                    old.unlink()
+        try:
+            same = json.loads((folder / PLAN).read_text("utf-8")) == json.loads(json.dumps(plan))
+        except (OSError, ValueError):
+            same = False
         folder.mkdir(parents=True, exist_ok=True)
+        for old in () if same else folder.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+            elif not old.name.startswith("."):
+                old.unlink()
         _write(folder / PLAN, json.dumps(plan))
         return cls(folder)
 
@@ -191,6 +195,15 @@ class Part:
         path, journal = self.folder / JOURNAL, "".join(json.dumps(result) + "\n" for result in left.values())
         if path.exists() and path.read_bytes() != journal.encode():
             _write(path, journal)
+
+    def has_tokenizer(self) -> bool:
+        """Whether the one that it was tokenised with is saved in it."""
+        try:
+            saved = (self.folder / "tokenizer" / "tokenizer.json").read_bytes()
+        except OSError:
+            return False
+        expected: str = self.plan["tokenizer"]["sha256"]
+        return hashlib.sha256(saved).hexdigest() == expected
 
     def in_order(self) -> list[Result]:
         return [self.done[key] for key in sorted(self.done)]

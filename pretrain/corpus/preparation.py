@@ -189,7 +189,8 @@ def _make_part(folder: Path, work: _Work, number: int, parts: int) -> Part:
     tokenizer = load(work.tokenizer, _training_texts(work, units, cut))
     made = Part.open(folder, work.plan(tokenizer, number, parts))
     made.forget(work.sources)
-    if not (folder / "tokenizer").exists():
+    if not made.has_tokenizer():
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
         tokenizer.save(folder / "tokenizer")
     dtype = shards.token_dtype(tokenizer.vocab_size)
     tokenise = Tokenise(tokenizer, dtype, reading, settings.val_fraction, work.skip_bad, work.fragments, folder)
