@@ -289,6 +289,17 @@ def test_a_set_has_the_tokenizer_of_its_tokens(folder: Path, tmp_path: Path, mon
     assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
+def test_a_file_that_is_not_read_changes_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(folder, output=tmp_path / "set", part=(1, 2))
+    (folder / "notes.md").touch()
+    make(folder, output=tmp_path / "set", part=(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenise.Tokenise, "__call__", None)  # nothing is tokenised again
+        make(folder, output=tmp_path / "set", part=(1, 2))
+    make(folder, output=tmp_path / "whole")
+    assert merge(tmp_path / "set") == read_manifest(tmp_path / "whole")
+
+
 def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "set"
 
@@ -461,6 +472,36 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert manifest["sources"][0]["path"] == "-"
     assert texts(tmp_path / "set") == texts(tmp_path / "file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "file", "set"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_standard_input_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    """Where the same comes in again, which neither the name nor the time of its file tells."""
+    data = b"text\n" + b"".join(b"line %d\n" % n for n in range(300))
+    again = data if same else data.replace(b"line 1\n", b"LINE 1\n")
+    done: list[int] = []
+    call, add = tokenise.Tokenise.__call__, parts.Part.add
+
+    def prepare_it(data: bytes, output: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        prepare(["-"], tmp_path / output, Settings(**BYTES), workers=1, format=".csv")
+
+    def adding(self: parts.Part, result: Any) -> None:
+        add(self, result)
+        if len(self.done) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Part, "add", adding)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_it(data, "set")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        patch.setattr(tokenise.Tokenise, "__call__", lambda self, task: (done.append(task.number), call(self, task))[1])
+        prepare_it(again, "set")
+    assert done[0] == (4 if same else 0)
+    prepare_it(again, "whole")
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["folder of files", "saved", "saved splits", "streamed"])

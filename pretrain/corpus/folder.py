@@ -13,7 +13,7 @@ from typing import Any
 from pretrain import shards
 from pretrain.corpus.assemble import assemble
 from pretrain.corpus.manifest import Settings, manifest_of, sources_of
-from pretrain.corpus.parts import PLAN, Part, share, units_of
+from pretrain.corpus.parts import PLAN, Part, decisive, share, units_of
 from pretrain.corpus.sources import CorpusError
 from pretrain.corpus.tokenise import SPLITS
 from pretrain.shards import MANIFEST
@@ -92,7 +92,8 @@ def all_parts(folder: Path) -> list[Part]:
     units = units_of(sources, settings.reading)
     for part in parts:
         number = part.plan["part"]
-        different = [key for key in first if key != "part" and part.plan[key] != first[key]]
+        plan = decisive(part.plan)
+        different = [key for key, value in decisive(first).items() if key != "part" and plan[key] != value]
         if different:
             raise CorpusError(f"{folder}: part {number} was made with other {' and '.join(different)} than part 1; make it again")
         left = part.missing(share(units, number, count))

@@ -21,7 +21,7 @@ import xxhash
 from pretrain.corpus import formats
 from pretrain.corpus.documents import Document, Found, Reading
 from pretrain.corpus.hub import read_dataset
-from pretrain.corpus.sources import BLOCK, DATASET, Source, block_hashes
+from pretrain.corpus.sources import BLOCK, DATASET, STDIN, Source, block_hashes
 from pretrain.corpus.tokenise import RECORD, SPLITS, Task
 
 PLAN, JOURNAL, FINISHED = "plan.json", "journal.jsonl", "finished"
@@ -150,7 +150,7 @@ class Part:
     def open(cls, folder: Path, plan: Mapping[str, Any]) -> "Part":
         """Go on with a part of the same plan, or begin it anew."""
         try:
-            same = json.loads((folder / PLAN).read_text("utf-8")) == json.loads(json.dumps(plan))
+            same = decisive(json.loads((folder / PLAN).read_text("utf-8"))) == decisive(json.loads(json.dumps(plan)))
         except (OSError, ValueError):
             same = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,6 +236,12 @@ class Part:
             except OSError:
                 return False
         return True
+
+
+def decisive(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a plan decides the tokens: neither files that are not read, nor where and when standard input was written to a file."""
+    sources = [source | {"file": "", "modified": 0} if source["path"] == STDIN else source for source in plan["sources"]]
+    return {**plan, "ignored_files": 0, "sources": sources}
 
 
 def _write(path: Path, text: str) -> None:
