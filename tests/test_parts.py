@@ -300,6 +300,14 @@ def test_a_file_that_is_not_read_changes_nothing(folder: Path, tmp_path: Path, m
     assert merge(tmp_path / "set") == read_manifest(tmp_path / "whole")
 
 
+def test_merging_does_not_need_the_sources(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "good"}\n' * 100 + "{\n")
+    make(source, output=tmp_path / "set", part=(1, 1), on_bad="skip", val_fraction=0)
+    source.unlink()
+    assert merge(tmp_path / "set")["documents"]["examples"] == {"not JSON": [f"{source}, byte 1,700"]}
+
+
 def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "set"
 

@@ -71,8 +71,11 @@ def locate(source: Source, place: str) -> str:
     if not place.startswith("@"):
         return source.path + place
     left, line = int(place[1:]), 1
-    with open(source.file, "rb") as file:
-        while left and (block := file.read(min(left, BLOCK))):
-            line += block.count(b"\n")
-            left -= len(block)
+    try:
+        with open(source.file, "rb") as file:
+            while left and (block := file.read(min(left, BLOCK))):
+                line += block.count(b"\n")
+                left -= len(block)
+    except OSError:  # parts may be merged where the sources are not
+        return f"{source.path}, byte {int(place[1:]):,}"
     return f"{source.path}:{line}"
