@@ -535,6 +535,8 @@ class Fragile(tokenization.Tokenizer):
         def encode(text: bytes) -> Any:
             if text == b"panic":
                 raise Panic("index out of range\nin Rust")
+            if text == b"memory":
+                raise MemoryError
             if text == b"die":
                 os._exit(9)
             return np.frombuffer(text, np.uint8).astype(dtype)
@@ -547,6 +549,8 @@ class Fragile(tokenization.Tokenizer):
     [
         ("panic", 1, r"a\.jsonl\.gz:78: the tokenizer failed \(index out of range in Rust\)"),
         ("panic", 2, r"a\.jsonl\.gz:78: the tokenizer failed \(index out of range in Rust\)"),
+        ("memory", 1, "memory ran out; use fewer --workers"),
+        ("memory", 2, "memory ran out; use fewer --workers"),
         ("die", 2, r"a worker process died \(exit status 9\) at \S+a\.jsonl\.gz:71 to \S+a\.jsonl\.gz:80;"),
     ],
 )
@@ -561,4 +565,4 @@ def test_a_failing_tokenizer_is_reported_with_the_text(
     source.write_bytes(gzip.compress(b"".join(b'{"text": "%b"}\n' % t.encode() for t in ["good"] * 77 + [text] + ["good"] * 100)))
     with pytest.raises(CorpusError, match=reason):
         make(source, workers=workers)
-    assert (tmp_path / "set/.parts").exists() == (text == "die")  # what was tokenised before goes on with fewer workers
+    assert (tmp_path / "set/.parts").exists() == (text != "panic")  # what was tokenised before goes on with fewer workers

@@ -68,7 +68,7 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
                 made = _make_part(folder, work, 1, 1)
                 return publish([made], output, work.workers), False
             except CorpusError as error:
-                if not isinstance(error.__cause__, WorkerDied):  # after which the same command goes on
+                if not isinstance(error.__cause__, (WorkerDied, MemoryError)):  # after which the same command goes on
                     shutil.rmtree(output / PARTS, ignore_errors=True)
                 raise
 
@@ -225,6 +225,8 @@ def _run(
         except WorkerDied as error:
             first, last = (f"{path}{place}" for path, place in error.item.ends())
             raise CorpusError(f"{error} at {first} to {last}; if memory ran out, use fewer --workers") from error
+        except MemoryError as error:
+            raise CorpusError("memory ran out; use fewer --workers") from error
 
 
 def _cut(work: _Work, units: Sequence[Unit]) -> Cut:

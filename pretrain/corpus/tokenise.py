@@ -140,7 +140,7 @@ class Tokenise:
                 continue
             try:
                 self._add(gathered, number, found, None if task.cut is None else task.cut - characters)
-            except (KeyboardInterrupt, SystemExit, OSError):
+            except (KeyboardInterrupt, SystemExit, OSError, MemoryError):
                 raise
             except BaseException as error:  # a panic in a tokenizer's Rust is no Exception
                 reason = " ".join(str(error).split())[:200]
