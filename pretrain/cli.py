@@ -80,8 +80,9 @@ def prepare(o: argparse.Namespace) -> int:
 
 def merge(o: argparse.Namespace) -> int:
     from pretrain import corpus, shards
+    from pretrain.corpus import folder
 
-    if o.when_complete and (o.output / shards.MANIFEST).exists() and not o.overwrite:
+    if o.when_complete and (o.output / shards.MANIFEST).exists() and not (o.output / folder.PARTS).exists() and not o.overwrite:
         print(f"{o.output} was merged already")
         return 0
     try:

@@ -308,6 +308,18 @@ def test_merging_does_not_need_the_sources(tmp_path: Path) -> None:
     assert merge(tmp_path / "set")["documents"]["examples"] == {"not JSON": [f"{source}, byte 1,700"]}
 
 
+def test_a_finished_set_is_not_taken_for_the_parts_beside_it(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, merging = tmp_path / "set", ["merge", str(tmp_path / "set"), "--when-complete"]
+    make(folder, output=output)
+    prepare([str(folder / "a.jsonl")], output, Settings(**BYTES), workers=1, part=(1, 1), overwrite=True)
+    assert cli.main(merging) == 2
+    assert "holds a finished set beside the parts; add --overwrite" in capsys.readouterr().err
+    assert cli.main([*merging, "--overwrite"]) == 0
+    assert read_manifest(output) == make(folder / "a.jsonl", output=tmp_path / "whole")
+    assert cli.main(merging) == 0
+    assert "was merged already" in capsys.readouterr().out
+
+
 def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "set"
 

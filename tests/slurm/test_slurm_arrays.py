@@ -78,6 +78,12 @@ def test_a_set_made_in_parts_one_of_which_fails(cluster: Cluster, tmp_path: Path
     assert set(wait(whole_again, 3).values()) == {"COMPLETED"}, whole_again.out
     assert whole_again.out.count("was prepared already") == 3
 
+    (corpus / "0.jsonl").write_text('{"text": "something else"}\n')
+    subprocess.run([BIN / "pretrain", "prepare", str(corpus), "--output", str(tmp_path / "one"), "--tokenizer", "byte", "--overwrite"], check=True, capture_output=True)  # fmt: skip
+    replaced = cluster.submit("--array=1-3", "--nodes=1", *command, "--overwrite", cwd=tmp_path, **ENVIRONMENT)
+    assert set(wait(replaced, 3).values()) == {"COMPLETED"}, replaced.out
+    same_bytes(tmp_path / "three", tmp_path / "one")
+
 
 def test_prepare_says_how_it_is_meant(cluster: Cluster, tmp_path: Path) -> None:
     for command, said in (
