@@ -158,6 +158,18 @@ def test_line_ends(tmp_path: Path) -> None:
     assert documents(tmp_path / "set") == [b"one\ntwo\n\nthree", b"one\ntwo\nthree", b"a\r\nb"]
 
 
+@pytest.mark.parametrize("name", ["byte", "gpt2"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "without/a.txt", "hello")
+    write(tmp_path / "with/a.txt", "\ufeffhello")
+    write(tmp_path / "with/b.txt", "\ufeff \n")
+    write(tmp_path / "with/c.txt", "\ufeff")
+    make(tmp_path / "without", output=tmp_path / "1", tokenizer=name)
+    told = make(tmp_path / "with", output=tmp_path / "2", tokenizer=name)["documents"]
+    assert tokens(tmp_path / "1") == tokens(tmp_path / "2")
+    assert told["skipped"] == {"blank": 1, "empty": 1}
+
+
 def test_many_small_documents_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,500 documents of 7 tokens and an end: 312 windows of 64, for 312·64 + 1 of the 20,000 tokens are needed; 31 are not used."""
     texts = [f"{n:07d}" for n in range(2500)]

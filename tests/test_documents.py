@@ -63,7 +63,9 @@ def write_parquet(path: Path, column: Any, name: str = "text", **more: Any) -> P
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".txt.zst", ".TXT"])
 def test_a_text_file_is_one_document_with_lf(tmp_path: Path, suffix: str) -> None:
     content = b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree\rfour\n \xef\xbb\xbf "
-    assert texts(write(tmp_path / f"a{suffix}", content)) == ["one\ntwo\n\nthree\nfour\n \ufeff "]
+    path = write(tmp_path / f"a{suffix}", content)
+    assert texts(path) == ["one\ntwo\n\nthree\nfour\n \ufeff "]
+    assert list(read(source(path), Reading(), fragments=True)) == found(path)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".ndjson.zst"])
@@ -160,7 +162,7 @@ def test_what_reads_only_from_its_start(tmp_path: Path, name: str, documents: st
 
 @settings(max_examples=100, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["word", "é", " ", "\n", "\r\n", "\r", "\n\n", "\t\n", "x\n"]), max_size=120),
+    words=st.lists(st.sampled_from(["word", "é", " ", "\n", "\r\n", "\r", "\n\n", "\t\n", "x\n", "\ufeff"]), max_size=120),
     piece=st.integers(1, 40),
 )
 def test_fragments_together_are_the_document(tmp_path_factory: pytest.TempPathFactory, words: list[str], piece: int) -> None:

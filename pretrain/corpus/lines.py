@@ -67,8 +67,9 @@ def read_fragments(source: Source, reading: Reading) -> Iterator[Found]:
 
 
 def _pieces(source: Source, reading: Reading) -> Iterator[bytes]:
-    held, searched = bytearray(), PIECE
+    searched = PIECE
     with open_source(source, reading) as file:
+        held = bytearray(file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8))
         while block := file.read(PIECE):
             held += block
             while cut := _SAFE_CUT.search(held, searched):
