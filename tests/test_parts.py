@@ -428,6 +428,41 @@ def test_duplicates_are_counted_always_and_dropped_on_request(folder: Path, tmp_
         assert row["bytes"] == stream.tokens - row["documents"]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_duplicate_in_fragments_goes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Wherever each copy was cut, and whatever it was read from."""
+    monkeypatch.setattr("pretrain.corpus.lines.PIECE", 1000)
+    text = "".join(f"line {n}\n" for n in range(230))
+    (tmp_path / "lf.txt").write_text(text)
+    (tmp_path / "crlf.txt").write_text(text, newline="\r\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "other.txt").write_text(text.replace("line 9\n", "line 0\n"))
+    names = [tmp_path / name for name in ("lf.txt", "crlf.txt", "rows.jsonl", "other.txt")]
+    pieces = [len(list(formats.read(source, Reading(), True))) for source in sources.find_sources(map(str, names))[0]]
+    assert pieces == [2, 3, 1, 2]
+    given = {"deduplicate": True, "val_fraction": 0}
+    make(names[0], names[3], output=tmp_path / "once", **given)
+    for number in range(1, count + 1):
+        make(*names, output=tmp_path / "all", part=(number, count) if count > 1 else None, **given)
+    told = (merge(tmp_path / "all") if count > 1 else read_manifest(tmp_path / "all"))["documents"]  # type: ignore[index]
+    assert (told["kept"], told["skipped"]) == (2, {"duplicate": 2})
+    assert texts(tmp_path / "all") == texts(tmp_path / "once") == [text, text.replace("line 9\n", "line 0\n")]
+
+
+def test_a_duplicate_that_the_tail_begins_in_goes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line {n}\n" for n in range(230))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text(text)
+    (tmp_path / "c.txt").write_text("the end")
+    names = [tmp_path / f"{name}.txt" for name in "abc"]
+    for piece in (1000, 1 << 20):
+        monkeypatch.setattr("pretrain.corpus.lines.PIECE", piece)
+        for fraction in (0.2, 0.7):  # the cut is in the second, or the first
+            told = make(*names, output=tmp_path / f"{piece}-{fraction}", deduplicate=True, val_split="tail", val_fraction=fraction)
+            assert (told["documents"]["kept"], told["documents"]["skipped"]) == (2, {"duplicate": 1})
+            assert "".join(texts(tmp_path / f"{piece}-{fraction}") + texts(tmp_path / f"{piece}-{fraction}", "val")) == text + "the end"
+
+
 @pytest.mark.parametrize("given", [{}, {"deduplicate": True}], ids=str)
 def test_shards_cut_anywhere_hold_the_same_stream(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]

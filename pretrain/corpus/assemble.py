@@ -39,12 +39,11 @@ def assemble(parts: Sequence[Part], folder: Path, dtype: np.dtype[Any], shard_to
     repeated = _repeated(spans)
     splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in SPLITS}
     runs: dict[str, list[Run]] = {split: [] for split in SPLITS}
-    before = duplicates = 0
+    before, last = 0, False
     for path, span in spans:
         records = _records(path, span)
-        again = repeated[before : before + len(records)]
-        before += len(records)
-        duplicates += int(records["begins"][again].sum())
+        again = _carried(repeated[before : before + len(records)], records["first"], last)
+        before, last = before + len(records), bool(again[-1])
         for index, split in enumerate(SPLITS):
             mine = records["split"] == index
             dropped = again[mine] if deduplicate else np.zeros(int(mine.sum()), bool)
@@ -57,7 +56,7 @@ def assemble(parts: Sequence[Part], folder: Path, dtype: np.dtype[Any], shard_to
         wanted = list(_shards(runs[split], shard_tokens, dtype.itemsize))
         write = _WriteShard(folder, split, dtype, shard_tokens)
         files[split] = [row for _, row in in_order(write, iter(enumerate(wanted)), min(workers, max(1, len(wanted))))]
-    return Assembled(splits, files, duplicates)
+    return Assembled(splits, files, int(repeated.sum()))
 
 
 def _records(path: Path, span: Mapping[str, Any]) -> npt.NDArray[Any]:
@@ -66,7 +65,7 @@ def _records(path: Path, span: Mapping[str, Any]) -> npt.NDArray[Any]:
 
 
 def _repeated(spans: Sequence[tuple[Path, Mapping[str, Any]]]) -> npt.NDArray[np.bool_]:
-    """For each document, or fragment of one, whether an earlier one has the same text.
+    """For the first piece of each document whether an earlier document has the same text; False for the others.
 
     In bounded memory, whatever their number: those whose hashes end alike are compared with each other, one such share after the other.
     """
@@ -77,8 +76,9 @@ def _repeated(spans: Sequence[tuple[Path, Mapping[str, Any]]]) -> npt.NDArray[np
         hashes, indices = [], []
         before = 0
         for path, span in spans:
-            found = _records(path, span)["hash"]
-            mine = np.flatnonzero(found[:, 1] % np.uint64(passes) == remainder)
+            records = _records(path, span)
+            found = records["hash"]
+            mine = np.flatnonzero(records["first"] & (found[:, 1] % np.uint64(passes) == remainder))
             hashes.append(found[mine])
             indices.append(mine + before)
             before += len(found)
@@ -87,6 +87,12 @@ def _repeated(spans: Sequence[tuple[Path, Mapping[str, Any]]]) -> npt.NDArray[np
         both, index = both[order], index[order]
         repeated[index[1:][(both[1:] == both[:-1]).all(1)]] = True
     return repeated
+
+
+def _carried(found: npt.NDArray[np.bool_], first: npt.NDArray[np.bool_], last: bool) -> npt.NDArray[np.bool_]:
+    """What is so of the first piece of each document, for all of its pieces; `last`: of the document before."""
+    latest = np.maximum.accumulate(np.where(first, np.arange(1, len(first) + 1), 0))
+    return np.concatenate([[last], found])[latest]
 
 
 def _kept_runs(path: Path, first: int, width: int, tokens: npt.NDArray[np.uint32], dropped: npt.NDArray[np.bool_]) -> list[Run]:

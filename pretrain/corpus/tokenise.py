@@ -27,8 +27,9 @@ from pretrain.tokenization import Encode, Tokenizer
 SPLITS = ("train", "val")
 EXAMPLES = 5  # places told for each reason to skip
 SPAN = 4 << 20  # tokens after which they are written
-# Of each document, or fragment of one: a hash of its text; what it adds to its split; whether it begins a document there.
-RECORD = np.dtype([("hash", "<u8", (2,)), ("tokens", "<u4"), ("bytes", "<u4"), ("split", "u1"), ("begins", "u1")])
+# Of each document, or piece of one: a hash of the document's text; what it adds to its split; whether it begins a document there, and
+# whether it is a document's first piece (not so where the end of one is cut off for validation).
+RECORD = np.dtype([("hash", "<u8", (2,)), ("tokens", "<u4"), ("bytes", "<u4"), ("split", "u1"), ("begins", "u1"), ("first", "?")])
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -180,27 +181,26 @@ class Tokenise:
             gathered.note("lone surrogate", number, found.place)
             text = clean(text)
             utf8 = text.encode()
+        whole, first = found.whole[8:] or xxhash.xxh3_128_digest(utf8), not found.fragment
         if cut is None:
-            self._encode(gathered, validates(found, utf8, self.val_fraction), utf8, found, not found.fragment, found.last)
+            self._encode(gathered, validates(found, utf8, self.val_fraction), utf8, whole, first, first, found.last)
             return
         at = min(max(cut, 0), len(text))
         ends_training = 0 < cut <= len(text)
-        if 0 < at < len(text):
-            found = found._replace(whole=b"")  # each of the two is a text of its own
         if at:
-            self._encode(
-                gathered, False, text[:at].encode() if at < len(text) else utf8, found, not found.fragment, found.last or ends_training
-            )
+            piece = text[:at].encode() if at < len(text) else utf8
+            self._encode(gathered, False, piece, whole, first, first, found.last or ends_training)
         if at < len(text):
-            self._encode(gathered, True, text[at:].encode() if at else utf8, found, not found.fragment or cut >= 0, found.last)
+            piece = text[at:].encode() if at else utf8
+            self._encode(gathered, True, piece, whole, first and not at, first or cut >= 0, found.last)
 
-    def _encode(self, gathered: _Gathered, val: bool, utf8: bytes, found: Document, begins: bool, ends: bool) -> None:
+    def _encode(self, gathered: _Gathered, val: bool, utf8: bytes, whole: bytes, first: bool, begins: bool, ends: bool) -> None:
         ids = self.encode(utf8)
         gathered.tokens[val].append(ids)
         if ends:
             gathered.tokens[val].append(self._end)
-        text = xxhash.xxh3_128_intdigest(found.whole[8:] + found.fragment.to_bytes(8) if found.whole else utf8)
-        gathered.records.append(((text >> 64, text & 0xFFFFFFFFFFFFFFFF), len(ids) + ends, len(utf8), val, begins))
+        high, low = int.from_bytes(whole[:8]), int.from_bytes(whole[8:])
+        gathered.records.append(((high, low), len(ids) + ends, len(utf8), val, begins, first))
         gathered.held += len(ids) + ends
 
     @functools.cached_property
