@@ -158,6 +158,14 @@ def test_line_ends(tmp_path: Path) -> None:
     assert documents(tmp_path / "set") == [b"one\ntwo\n\nthree", b"one\ntwo\nthree", b"a\r\nb"]
 
 
+@pytest.mark.parametrize(("name", "rows"), [("a.csv", "text\nab\n"), ("a.json", '[{"text": "ab"}]'), ("a.txt", "ab")])
+def test_an_encoding_by_another_name_is_the_same(tmp_path: Path, name: str, rows: str) -> None:
+    source = write(tmp_path / name, "\ufeff" + rows)
+    made = [make(source, output=tmp_path / encoding, encoding=encoding) for encoding in ("utf-8", "UTF-8", "utf8")]
+    assert made == [made[0]] * 3
+    assert documents(tmp_path / "UTF-8") == [b"ab"]
+
+
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
     write(tmp_path / "without/a.txt", "hello")

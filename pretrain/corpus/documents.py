@@ -28,7 +28,7 @@ class Reading:
     def bytewise(self) -> str:
         """The encoding if a line break is the same byte in it as in ASCII, and never part of another character; else ""."""
         name = codecs.lookup(self.encoding).name
-        return self.encoding if name in ("utf-8", "ascii") or name.startswith(("iso8859", "cp125", "koi8")) else ""
+        return name if name in ("utf-8", "ascii") or name.startswith(("iso8859", "cp125", "koi8")) else ""
 
 
 class Document(NamedTuple):

@@ -1,5 +1,7 @@
 """The manifest of a set: what it was made of, what became of each document, and whether a set is made of the same."""
 
+import codecs
+import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
@@ -35,6 +37,10 @@ class Settings:
     documents: str = "file"
     on_bad: Literal["stop", "skip"] = "stop"
     deduplicate: bool = False
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(LookupError):  # `check` says it
+            object.__setattr__(self, "encoding", codecs.lookup(self.encoding).name)  # one name, whether it was written utf8 or UTF-8
 
     @property
     def reading(self) -> Reading:
