@@ -268,6 +268,13 @@ def test_a_damaged_archive_is_named_and_what_came_before_is_read(tmp_path: Path,
         assert len(found(tmp_path / name)) > 10_000
 
 
+def test_an_archive_of_a_large_window_is_not_damaged(tmp_path: Path) -> None:
+    """As of `zstd --long=31`: a frame for a window of 2 GiB, with one block as it is."""
+    path = write(tmp_path / "a.jsonl.zst", "")
+    path.write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([31 - 10 << 3]) + (14 << 3 | 1).to_bytes(3, "little") + b'{"text": "ab"}')
+    assert fault(path).endswith(f"zstd -d --long=31 -c {path} | pretrain prepare - --format jsonl")
+
+
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
 def test_an_array_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(json_array, "BLOCK", size)

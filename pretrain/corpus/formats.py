@@ -1,5 +1,6 @@
 """Which function reads which source. A new format is a function from (source, reading) to documents, and its line in `READERS`."""
 
+import shlex
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -54,6 +55,10 @@ def read(source: Source, reading: Reading, fragments: bool = False) -> Iterator[
     except (EOFError, zlib.error, OSError) as error:
         if not source.compression:
             raise
+        if "too much memory" in str(error):  # zstd's word: it opens a window of 128 MiB at most
+            piped = f"zstd -d --long=31 -c {shlex.quote(source.path)} | pretrain prepare - --format {source.format[1:]}"
+            yield Bad("", "file of a large zstd window", f"made with a larger window than is opened here; pipe it in: {piped}")
+            return
         yield Bad("", _DAMAGED, f"cut short or damaged ({' '.join(str(error).split())}); copy it again")
 
 
