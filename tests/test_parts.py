@@ -594,6 +594,15 @@ def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -
         prepare([], tmp_path / "body", Settings(**BYTES, text_field="body"), workers=1, dataset=name)  # type: ignore[arg-type]
 
 
+def test_a_broken_row_of_a_streamed_dataset_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/train.jsonl").write_text('{"text": "a"}\n' * 9 + '{"text": \n')
+    command = ["prepare", "--dataset", str(tmp_path / "in"), "--streaming", "--output", str(tmp_path / "set"), "--tokenizer", "byte"]
+    assert cli.main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--dataset {tmp_path}/in: ")
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.text(max_size=60).filter(lambda text: bool(text.strip())), min_size=1, max_size=30),

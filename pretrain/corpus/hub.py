@@ -4,6 +4,7 @@ A dataset that is loaded has rows that can be counted, shared between parts and 
 start. Its identity is what `datasets` takes for it, a fingerprint: of the files and of all that was done to them.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -37,7 +38,8 @@ def open_dataset(name: DatasetName) -> Source:
 
 def read_dataset(source: Source, reading: Reading, start: int = 0, stop: int | None = None) -> Iterator[Found]:
     """Of the rows [start, stop), or all."""
-    rows = _load(DatasetName(**json.loads(source.file)))
+    name = DatasetName(**json.loads(source.file))
+    rows = _load(name)
     names = rows.column_names
     field = reading.text_field
     if names and field not in names:
@@ -46,9 +48,22 @@ def read_dataset(source: Source, reading: Reading, start: int = 0, stop: int | N
     if stop is not None:
         rows = rows.select(range(start, stop))
     before = start
-    for batch in rows.select_columns([field]).iter(ROWS):
-        yield from rows_of(batch[field], before, reading)
-        before += len(batch[field])
+    with _told(name):  # a streamed dataset has its faults only now
+        for batch in rows.select_columns([field]).iter(ROWS):
+            yield from rows_of(batch[field], before, reading)
+            before += len(batch[field])
+
+
+@contextlib.contextmanager
+def _told(name: DatasetName) -> Iterator[None]:
+    """What `datasets` raises, as one line for the user."""
+    try:
+        yield
+    except CorpusError:
+        raise
+    except Exception as error:  # of the hub, of the file system, of each format: a dozen classes, over several lines
+        reason = " ".join(str(error).split())[:300]
+        raise CorpusError(f"--dataset {name.path}: {reason}") from error
 
 
 @lru_cache(1)
@@ -57,7 +72,7 @@ def _load(name: DatasetName) -> Any:
 
     datasets.disable_progress_bars()
     folder = Path(name.path)
-    try:
+    with _told(name):
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
             found: Any = datasets.load_from_disk(name.path)
             splits = found if isinstance(found, dict) else {str(found.split or "train"): found, "train": found}
@@ -66,8 +81,3 @@ def _load(name: DatasetName) -> Any:
             found = splits[name.split]
             return found.to_iterable_dataset() if name.streaming else found
         return datasets.load_dataset(name.path, name.config, split=name.split, streaming=name.streaming)
-    except CorpusError:
-        raise
-    except Exception as error:  # of the hub, of the file system, of each format: a dozen classes, over several lines
-        reason = " ".join(str(error).split())[:300]
-        raise CorpusError(f"--dataset {name.path}: {reason}") from error
