@@ -107,7 +107,8 @@ def identify(name: str) -> str:
         return name
     digest = hashlib.sha256()
     for path in sorted({path for pattern in ("*token*", "vocab*", "merges*", "*.model") for path in folder.glob(pattern)}):
-        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        if path.is_file():
+            digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return f"{Path(name).name}@{digest.hexdigest()[:16]}"
 
 

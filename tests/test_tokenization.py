@@ -255,6 +255,7 @@ def test_a_folder_is_identified_by_its_content(tmp_path: Path) -> None:
     before = identify(str(tmp_path / "mine"))
     assert before.startswith("mine@")
     (tmp_path / "mine" / "weights.safetensors").write_bytes(b"x")
+    (tmp_path / "mine" / "token_cache").mkdir()
     assert identify(str(tmp_path / "mine")) == before
     config = tmp_path / "mine" / "tokenizer_config.json"
     config.write_text(config.read_text().replace("endoftext", "endofText"))
