@@ -61,9 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def prepare(o: argparse.Namespace) -> int:
     from pretrain import corpus
 
+    of_dataset = {"--config": o.config, "--split": o.split, "--streaming": o.streaming}
+    if not o.dataset and (flags := [flag for flag, value in of_dataset.items() if value]):
+        raise corpus.CorpusError(f"{flags[0]} is of a --dataset, and none is named")
+    if o.dataset and o.format:
+        raise corpus.CorpusError("--format is of files and standard input; a --dataset has its own")
     settings = corpus.Settings(o.tokenizer, o.val_fraction, o.val_split, o.text_field, encoding=o.encoding, documents=o.documents,
                                on_bad=o.on_bad, deduplicate=o.deduplicate)  # fmt: skip
-    dataset = corpus.DatasetName(o.dataset, o.config, o.split, o.streaming) if o.dataset else None
+    dataset = corpus.DatasetName(o.dataset, o.config, o.split or "train", o.streaming) if o.dataset else None
     manifest, was_there = corpus.prepare(o.source, o.output, settings, workers=o.workers, overwrite=o.overwrite, part=o.part,
                                          format=o.format and f".{o.format}", dataset=dataset)  # fmt: skip
     if manifest is None:
@@ -226,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dataset", metavar="NAME", help="instead of sources: a dataset of the Hugging Face Hub, or a folder that datasets loads"
     )
     p.add_argument("--config", help="the dataset's configuration")
-    p.add_argument("--split", default="train", help="the dataset's split (default %(default)s)")
+    p.add_argument("--split", help="the dataset's split (default train)")
     p.add_argument("--streaming", action="store_true", help="read the dataset while it is fetched, keeping nothing of it on disk")
     p.add_argument("--tokenizer", default="gpt2", help="gpt2 (default), byte, train:SIZE, or a Hugging Face name or folder")
     p.add_argument(
@@ -257,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         default="",
         metavar="NAME",
-        help="of the files named and of standard input, for example jsonl (default: by name; txt)",
+        help="of the files named or matched and of standard input, for example jsonl (default: by name; txt)",
     )
     p.add_argument("--encoding", default="utf-8", help="of text, for example latin-1, cp1252, utf-16 (default %(default)s)")
     p.add_argument(

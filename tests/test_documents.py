@@ -409,6 +409,22 @@ def test_sources_are_found_in_order_and_once(tmp_path: Path, monkeypatch: pytest
     assert find_sources(["in/a/y.md"], format=".txt")[0][0].format == ".txt"
 
 
+def test_a_format_is_that_of_the_files_named_or_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("g1.txt", "g2.log", "vocab.json", "below/a.txt"):
+        write(tmp_path / name, "{}")
+    monkeypatch.chdir(tmp_path)
+    by_hand, matched = (find_sources(names, format=".jsonl") for names in (["below", "g1.txt", "g2.log", "vocab.json"], ["*"]))
+    assert by_hand == matched
+    assert [source.format for source in matched[0]] == [".txt", ".jsonl", ".jsonl", ".jsonl"]
+    with pytest.raises(CorpusError, match=r"--format jsonl: .* below/\*"):
+        find_sources(["below"], format=".jsonl")
+
+
+def test_standard_input_is_named_on_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="-: standard input"):
+        find_sources([f"@{write(tmp_path / 'list', '-')}"])
+
+
 def test_links_to_folders_are_followed_and_may_loop(tmp_path: Path) -> None:
     write(tmp_path / "in/sub/a.txt", "x")
     write(tmp_path / "elsewhere/名前 with spaces.txt", "x")

@@ -603,6 +603,14 @@ def test_a_broken_row_of_a_streamed_dataset_is_told(tmp_path: Path, capsys: pyte
     assert line.startswith(f"--dataset {tmp_path}/in: ")
 
 
+@pytest.mark.parametrize("flag", [["--split", "train"], ["--config", "en"], ["--streaming"]])
+def test_flags_of_a_dataset_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: list[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert cli.main(["prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "set"), *flag]) == 2
+    assert capsys.readouterr().err == f"{flag[0]} is of a --dataset, and none is named\n"
+    assert cli.main(["prepare", "--dataset", "in", "--format", "jsonl", "--output", str(tmp_path / "set")]) == 2
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.text(max_size=60).filter(lambda text: bool(text.strip())), min_size=1, max_size=30),

@@ -56,19 +56,25 @@ def find_sources(names: Iterable[str], spool: Path | None = None, format: str = 
     """The files to read, and how many others the folders hold. Hidden files are not looked at.
 
     `@FILE` stands for the paths in FILE, one a line; `spool` is what standard input was written to; `format` is that of files named
-    themselves, whatever they are called. Raises CorpusError for a source that is missing or has nothing to read.
+    themselves or by a pattern, whatever they are called. Raises CorpusError for a source that is missing or has nothing to read.
     """
     found: dict[str, Source] = {}
-    ignored = 0
+    ignored, formatted = 0, not format
     for name in _listed(names):
         if name == STDIN:
-            assert spool is not None
+            if spool is None:
+                raise CorpusError(f"{STDIN}: standard input is named on the command line, not in an @FILE")
+            formatted = True
             found.setdefault(STDIN, _source(STDIN, str(spool), format or ".txt", ""))
             continue
-        files, others = _files(name, format)
+        places = _places(name)
+        formatted = formatted or not all(map(os.path.isdir, places))
+        files, others = _files(name, places, format)
         ignored += others
         for path, kind, compression in files:
             found.setdefault(os.path.realpath(path), _source(path, path, kind, compression))
+    if found and not formatted:
+        raise CorpusError(f"--format {format[1:]}: in folders the files go by their names; name the files, as in {os.path.join(name, '*')}")
     return list(found.values()), ignored
 
 
@@ -117,15 +123,21 @@ def _listed(names: Iterable[str]) -> Iterator[str]:
         yield from lines
 
 
-def _files(name: str, format: str) -> tuple[list[tuple[str, str, str]], int]:
-    """(path, format, compression) of each file that `name` stands for, and how many others there are."""
+def _places(name: str) -> list[str]:
+    """The files and folders that `name` stands for."""
     places = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
     if not places:
         raise CorpusError(f"{name}: no such file or folder, and no file matches it as a pattern")
+    return places
+
+
+def _files(name: str, places: Sequence[str], format: str) -> tuple[list[tuple[str, str, str]], int]:
+    """(path, format, compression) of each file in `places`, which `name` stands for, and how many others there are."""
     files, others = [], 0
-    named = places == [name] and not os.path.isdir(name)
     for place in places:
-        for path in _below(place) if os.path.isdir(place) else [place]:
+        folder = os.path.isdir(place)
+        named = not folder and (place == name or format != "")  # one that a pattern matches and a format is given for is meant, too
+        for path in _below(place) if folder else [place]:
             kind, compression = format_of(path)
             if format and named:
                 kind, compression = format, next((c for c in COMPRESSIONS if path.lower().endswith(c)), "")
