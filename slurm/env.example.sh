@@ -28,5 +28,5 @@ export SBATCH_PARTITION=gpu
 # Models and data sets from the hub, fetched once where there is a network (model.init_from, --dataset).
 # export HF_HOME=/shared/me/hf
 
-# Crashes in a row without a new step, after which a job gives up (default 3).
+# How often in a row, without a new step, a job starts again after a crash, and after a stop; at the next one it gives up (default 3).
 # export PRETRAIN_CRASHES=3

@@ -1,0 +1,96 @@
+"""The scripts of slurm/ without Slurm: its commands, and ours, are stubs beside the real scripts."""
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import ROOT
+
+# What Slurm would answer. Of the jobs it knows 77, which runs.
+SCONTROL = """echo "$*" >> "$RECORD/scontrol"
+case $* in
+  "show hostnames"*) echo localhost ;;
+  "show job"*" 77" | "show job"*" 1_1") echo "JobId=77 JobState=RUNNING" ;;
+  "show job"*) exit 1 ;;
+esac"""
+SRUN = """echo "$@" >> "$RECORD/srun"
+env > "$RECORD/environment"
+"""
+PRETRAIN = 'echo "$0 $*" >> "$RECORD/pretrain"\n[[ $1 != train ]] || echo runs/x\n'
+SAYS = """cat > runs/x/status.json <<< '{"launch": "'"$PRETRAIN_LAUNCHED"'", "state": "%s", "again": false, "step": %d, "reason": ""}'\n"""
+FINISHED = SAYS % ("finished", 9)
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+class Site:
+    """Where a job runs: stubs for its commands, and what they were asked."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.stubs, self.runs = place / "work", place / "stubs", place / "work" / "runs"
+        for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("pretrain", PRETRAIN), ("sleep", "")):
+            program(self.stubs / name, text)
+        (self.stubs / "python").symlink_to(sys.executable)
+        (self.runs / "x" / "logs").mkdir(parents=True)
+        (self.place / "my config.yaml").touch()
+        path = f"{self.stubs}:{os.environ['PATH']}"
+        self.env = {"PATH": path, "PYTHONPATH": str(ROOT), "RECORD": str(self.place), "SLURM_JOB_ID": "77", "https_proxy": "http://none"}
+
+    def run(self, *words: str, script: str = "train", srun: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        program(self.stubs / "srun", SRUN + srun)
+        return subprocess.run(["bash", str(ROOT / "slurm" / f"{script}.sbatch"), *(words or ["my config.yaml"])], cwd=self.place, env=self.env | env,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)  # fmt: skip
+
+    def asked(self, name: str) -> list[str]:
+        record = self.place / name
+        return record.read_text().splitlines() if record.exists() else []
+
+    def requeues(self) -> int:
+        return sum(line.startswith("requeue ") for line in self.asked("scontrol"))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_a_job_that_is_stopped_before_every_new_step_gives_up(site: Site) -> None:
+    """As where --time is no longer than what --signal leaves for the end. A new step is a new beginning."""
+    starts: list[tuple[int, str]] = []
+    for start, step in enumerate((0, 0, 0, 5, 5, 5, 5, 5)):
+        ran = site.run(srun=SAYS % ("stopped", step) + "exit 75", SLURM_RESTART_COUNT=str(start))
+        starts.append((ran.returncode, ran.stdout))
+    assert [status for status, _ in starts] == [0, 0, 0, 0, 0, 0, 0, 1], starts[-1]
+    assert "stopped 4 times without a new step; ask for more --time, or a smaller --signal=USR1@SECONDS" in starts[-1][1]
+    assert site.requeues() == 7
+
+
+def test_a_job_that_is_stopped_before_anything_has_begun_gives_up(site: Site) -> None:
+    statuses = [site.run(srun="exit 75", SLURM_RESTART_COUNT=str(start)).returncode for start in range(4)]
+    assert statuses == [0, 0, 0, 1]
+    assert site.requeues() == 3
+
+
+def test_a_part_that_is_stopped_before_anything_new_is_done_gives_up(site: Site) -> None:
+    journal = site.place / "set" / ".parts" / "00001-of-00001" / "journal.jsonl"
+    work = {True: f"mkdir -p {journal.parent}; echo >> {journal}; exit 75", False: "exit 75"}
+    statuses = []
+    for new in (False, False, True, False, False, False, False):
+        program(site.stubs / "pretrain", work[new])
+        ran = site.run(
+            "texts", "--output", "set", script="prepare", SLURM_ARRAY_JOB_ID="1", SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_TASK_COUNT="1"
+        )
+        statuses.append(ran.returncode)
+    assert statuses == [0, 0, 0, 0, 0, 0, 1], ran.stdout
+    assert "stopped 4 times with nothing new done; ask for more --time, or a smaller --signal=B:TERM@SECONDS" in ran.stdout
+    assert site.requeues() == 6
