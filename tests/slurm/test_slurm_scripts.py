@@ -19,7 +19,7 @@ case $* in
   "show job"*" 77" | "show job"*" 1_1") echo "JobId=77 JobState=RUNNING" ;;
   "show job"*) exit 1 ;;
 esac"""
-SRUN = """echo "$@" >> "$RECORD/srun"
+SRUN = """echo "${@//$'\\n'/ }" >> "$RECORD/srun"
 env > "$RECORD/environment"
 """
 PRETRAIN = 'echo "$0 $*" >> "$RECORD/pretrain"\n[[ $1 != train ]] || echo runs/x\n'
@@ -40,7 +40,7 @@ class Site:
         self.place, self.stubs, self.runs = place / "work", place / "stubs", place / "work" / "runs"
         for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("pretrain", PRETRAIN), ("sleep", "")):
             program(self.stubs / name, text)
-        (self.stubs / "python").symlink_to(sys.executable)
+        program(self.stubs / "python", f'exec {sys.executable} "$@"')
         (self.runs / "x" / "logs").mkdir(parents=True)
         (self.place / "my config.yaml").touch()
         path = f"{self.stubs}:{os.environ['PATH']}"
@@ -94,3 +94,30 @@ def test_a_part_that_is_stopped_before_anything_new_is_done_gives_up(site: Site)
     assert statuses == [0, 0, 0, 0, 0, 0, 1], ran.stdout
     assert "stopped 4 times with nothing new done; ask for more --time, or a smaller --signal=B:TERM@SECONDS" in ran.stdout
     assert site.requeues() == 6
+
+
+def test_a_second_job_leaves_the_first_ones_run_alone(site: Site) -> None:
+    folder = site.runs / "x"
+    (folder / "logs" / "launcher.yaml").write_text("of the first\n")
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("process 1 on n1")
+        lock.flush()
+        ran = site.run()
+    assert ran.returncode == 2, ran.stdout
+    assert "runs/x is in use by process 1 on n1; wait for it" in ran.stdout
+    assert "crashed" not in ran.stdout
+    assert len(site.asked("srun")) == 1
+    assert (folder / "logs" / "launcher.yaml").read_text() == "of the first\n"
+    assert not list((site.runs / ".slurm").glob("*"))
+
+
+def test_a_lock_that_outlives_its_owner_is_waited_for(site: Site) -> None:
+    """As that of a node that died, on a network disk."""
+    program(site.stubs / "sleep", "rm runs/x/.lock")
+    with open(site.runs / "x" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ran = site.run(srun=f"[[ -e runs/x/.lock ]] || {FINISHED}")
+    assert ran.returncode == 0, ran.stdout
+    assert "crashed" not in ran.stdout
+    assert len(site.asked("srun")) == 2
