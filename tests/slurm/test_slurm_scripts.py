@@ -121,3 +121,13 @@ def test_a_lock_that_outlives_its_owner_is_waited_for(site: Site) -> None:
     assert ran.returncode == 0, ran.stdout
     assert "crashed" not in ran.stdout
     assert len(site.asked("srun")) == 2
+
+
+def test_the_number_of_an_earlier_job_brings_back_nothing_of_it(site: Site) -> None:
+    """Numbers begin anew with a controller's database, and two clusters may share a disk."""
+    site.run("my config.yaml", "optim.lr=1", srun="exit 75", SLURM_CLUSTER_NAME="north")
+    site.run("my config.yaml", "optim.lr=2", srun="exit 75", SLURM_CLUSTER_NAME="south")
+    assert sorted(path.name for path in (site.runs / ".slurm").iterdir()) == ["north-77", "south-77"]
+    ran = site.run("my config.yaml", "optim.lr=3", srun="exit 75", SLURM_CLUSTER_NAME="north")
+    site.run("my config.yaml", "optim.lr=4", srun="exit 75", SLURM_CLUSTER_NAME="south", SLURM_RESTART_COUNT="1")
+    assert [line.split()[-1] for line in site.asked("srun")] == ["optim.lr=1", "optim.lr=2", "optim.lr=3", "optim.lr=2"], ran.stdout
