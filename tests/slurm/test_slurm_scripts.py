@@ -131,3 +131,13 @@ def test_the_number_of_an_earlier_job_brings_back_nothing_of_it(site: Site) -> N
     ran = site.run("my config.yaml", "optim.lr=3", srun="exit 75", SLURM_CLUSTER_NAME="north")
     site.run("my config.yaml", "optim.lr=4", srun="exit 75", SLURM_CLUSTER_NAME="south", SLURM_RESTART_COUNT="1")
     assert [line.split()[-1] for line in site.asked("srun")] == ["optim.lr=1", "optim.lr=2", "optim.lr=3", "optim.lr=2"], ran.stdout
+
+
+def test_only_snapshots_of_jobs_that_are_gone_are_cleared_away(site: Site) -> None:
+    foreign, waiting, gone = site.place / "thesis", site.runs / ".slurm" / "77", site.runs / ".slurm" / "76"
+    for folder in (foreign, waiting, gone):
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - 40 * 86400,) * 2)
+    ran = site.run(srun=FINISHED, PRETRAIN_SNAPSHOTS=str(site.place), SLURM_JOB_ID="78")
+    assert ran.returncode == 0, ran.stdout
+    assert [folder.exists() for folder in (foreign, waiting, gone)] == [True, True, False]
