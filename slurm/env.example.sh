@@ -15,7 +15,7 @@ export SBATCH_PARTITION=gpu
 # module load cuda/12.6 gcc/13
 # source /shared/me/pretrain/.venv/bin/activate
 
-# Where the checkout is, if jobs are submitted from elsewhere and no environment is active.
+# Where the checkout is, if jobs are submitted from elsewhere and no active environment has pretrain.
 # export PRETRAIN_ROOT=/shared/me/pretrain
 
 # A container, by Pyxis: every srun of the job uses it.

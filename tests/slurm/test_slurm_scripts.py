@@ -22,9 +22,10 @@ esac"""
 SRUN = """echo "${@//$'\\n'/ }" >> "$RECORD/srun"
 env > "$RECORD/environment"
 """
-PRETRAIN = 'echo "$0 $*" >> "$RECORD/pretrain"\n[[ $1 != train ]] || echo runs/x\n'
+PRETRAIN = "[[ $1 != train ]] || echo runs/x"
 SAYS = """cat > runs/x/status.json <<< '{"launch": "'"$PRETRAIN_LAUNCHED"'", "state": "%s", "again": false, "step": %d, "reason": ""}'\n"""
 FINISHED = SAYS % ("finished", 9)
+PART = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "1"}
 
 
 def program(path: Path, text: str) -> None:
@@ -87,9 +88,7 @@ def test_a_part_that_is_stopped_before_anything_new_is_done_gives_up(site: Site)
     statuses = []
     for new in (False, False, True, False, False, False, False):
         program(site.stubs / "pretrain", work[new])
-        ran = site.run(
-            "texts", "--output", "set", script="prepare", SLURM_ARRAY_JOB_ID="1", SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_TASK_COUNT="1"
-        )
+        ran = site.run("texts", "--output", "set", script="prepare", **PART)
         statuses.append(ran.returncode)
     assert statuses == [0, 0, 0, 0, 0, 0, 1], ran.stdout
     assert "stopped 4 times with nothing new done; ask for more --time, or a smaller --signal=B:TERM@SECONDS" in ran.stdout
@@ -141,3 +140,26 @@ def test_only_snapshots_of_jobs_that_are_gone_are_cleared_away(site: Site) -> No
     ran = site.run(srun=FINISHED, PRETRAIN_SNAPSHOTS=str(site.place), SLURM_JOB_ID="78")
     assert ran.returncode == 0, ran.stdout
     assert [folder.exists() for folder in (foreign, waiting, gone)] == [True, True, False]
+
+
+@pytest.mark.parametrize("script", ["train", "prepare", "sweep", "compare"])
+def test_the_environment_beside_the_checkout_serves_where_the_active_one_has_no_pretrain(site: Site, script: str) -> None:
+    """As conda's base, which is active in many a login shell."""
+    checkout = site.place / "checkout"
+    shutil.copytree(ROOT / "slurm", checkout / "slurm")
+    for name in ("accelerate", "pretrain"):
+        program(checkout / ".venv" / "bin" / name, PRETRAIN)
+    program(
+        checkout / ".venv" / "bin" / "python",
+        f'[[ $1 != -m ]] || {{ echo 3; exit; }}\nexec {sys.executable} "$@"',
+    )
+    for name in ("pretrain", "python"):
+        (site.stubs / name).unlink()
+    where = {"PATH": f"{site.stubs}:/usr/bin:/bin", "CONDA_PREFIX": "/opt/conda", "PRETRAIN_ROOT": str(checkout)}
+    if script == "prepare":
+        ran = site.run("texts", "--output", "set", script=script, **PART, **where)
+    elif script == "train":
+        ran = site.run(srun=FINISHED, **where)
+    else:
+        ran = site.run("my config.yaml", "members", script=script, SLURM_JOB_ID="", **where)
+    assert ran.returncode == 0, ran.stdout
