@@ -163,3 +163,14 @@ def test_the_environment_beside_the_checkout_serves_where_the_active_one_has_no_
     else:
         ran = site.run("my config.yaml", "members", script=script, SLURM_JOB_ID="", **where)
     assert ran.returncode == 0, ran.stdout
+
+
+def test_the_step_asks_for_nothing_that_the_job_was_asked_for_per_task(site: Site) -> None:
+    """And takes this shell's environment, whatever sbatch was told of its own."""
+    inherited = {"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1", "SRUN_CPUS_PER_TASK": "8", "SLURM_CPUS_PER_TASK": "8", "SLURM_GPU_BIND": "single:1",
+                 "SLURM_GPUS_PER_TASK": "1", "SLURM_EXPORT_ENV": "NONE"}  # fmt: skip
+    ran = site.run(srun=FINISHED, **inherited)
+    assert ran.returncode == 0, ran.stdout
+    names = {line.split("=")[0] for line in site.asked("environment")}
+    assert not names & (inherited.keys() - {"SLURM_EXPORT_ENV"})
+    assert "--export=ALL" in site.asked("srun")[0].split()
