@@ -18,8 +18,11 @@ export SBATCH_PARTITION=gpu
 # Where the checkout is, if jobs are submitted from elsewhere and no active environment has pretrain.
 # export PRETRAIN_ROOT=/shared/me/pretrain
 
-# A container, by Pyxis: every srun of the job uses it.
-# export SLURM_CONTAINER_IMAGE=/shared/images/pretrain.sqsh SLURM_CONTAINER_MOUNTS=/shared:/shared
+# A container, by Pyxis: options of the training's srun. (Only newer versions read PYXIS_CONTAINER_IMAGE and PYXIS_CONTAINER_MOUNTS, and then
+# perhaps for the batch script as well, which needs scontrol.) What the image sets (ENV) goes before the job's environment, but for what
+# PYXIS_CONTAINER_ENV names.
+# export PRETRAIN_SRUN="--container-image=/shared/images/pretrain.sqsh --container-mounts=/shared:/shared"
+# export PYXIS_CONTAINER_ENV=PATH,NCCL_DEBUG
 
 # The network between nodes, if the first interface is not the fast one.
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0

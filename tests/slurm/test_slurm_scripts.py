@@ -168,9 +168,22 @@ def test_the_environment_beside_the_checkout_serves_where_the_active_one_has_no_
 def test_the_step_asks_for_nothing_that_the_job_was_asked_for_per_task(site: Site) -> None:
     """And takes this shell's environment, whatever sbatch was told of its own."""
     inherited = {"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1", "SRUN_CPUS_PER_TASK": "8", "SLURM_CPUS_PER_TASK": "8", "SLURM_GPU_BIND": "single:1",
-                 "SLURM_GPUS_PER_TASK": "1", "SLURM_EXPORT_ENV": "NONE"}  # fmt: skip
+                 "SLURM_GPUS_PER_TASK": "1", "SLURM_EXPORT_ENV": "NONE", "PRETRAIN_SRUN": "--container-image=x.sqsh"}  # fmt: skip
     ran = site.run(srun=FINISHED, **inherited)
     assert ran.returncode == 0, ran.stdout
     names = {line.split("=")[0] for line in site.asked("environment")}
-    assert not names & (inherited.keys() - {"SLURM_EXPORT_ENV"})
-    assert "--export=ALL" in site.asked("srun")[0].split()
+    assert not names & (inherited.keys() - {"SLURM_EXPORT_ENV", "PRETRAIN_SRUN"})
+    assert {"--export=ALL", "--container-image=x.sqsh"} <= set(site.asked("srun")[0].split())
+
+
+@pytest.mark.parametrize("script", ["train", "prepare"])
+def test_a_mirror_of_the_hub_is_asked_where_one_is_set(site: Site, script: str) -> None:
+    where = {"https_proxy": "", "WANDB_BASE_URL": "http://127.0.0.1:1", **PART}
+    words = ["texts", "--output", "set"] if script == "prepare" else ["my config.yaml"]
+    program(site.stubs / "pretrain", f'env > "$RECORD/environment"\n{PRETRAIN}')
+    with socket.create_server(("127.0.0.1", 0)) as mirror:
+        for port, offline in ((mirror.getsockname()[1], False), (1, True)):
+            ran = site.run(*words, script=script, srun=FINISHED, HF_ENDPOINT=f"http://127.0.0.1:{port}/hf", **where)
+            assert ran.returncode == 0, ran.stdout
+            assert ("HF_HUB_OFFLINE=1" in site.asked("environment")) == offline
+            assert script == "prepare" or "WANDB_MODE=offline" in site.asked("environment")
