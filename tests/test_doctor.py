@@ -7,6 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from pretrain.doctor.finding import Finding
 from pretrain.doctor.findings import find
 from pretrain.doctor.folders import Folder, Speed
 from pretrain.doctor.measurements import AllReduce, Measured
-from pretrain.doctor.meeting import find_place
+from pretrain.doctor.meeting import Meeting, Place, find_place
 from pretrain.doctor.outlook import Outlook
 from pretrain.doctor.page import page
+from pretrain.launch import World
 
 GB = 10**9
 RUNS = Folder("run", "runs", "/shared/runs", 7, "nfs4", 500 * GB, True)
@@ -165,6 +167,7 @@ MEASURED: list[tuple[str, str, list[Measured], str]] = [
     ("slow network", "warning", [measured(all_reduce=AllReduce("nccl", 4, 1e-4, 1 << 26, 0.5))], "0.20 GB/s on the bus"),
     ("clocks", "warning", [measured(0, clock_offset=0.0), measured(2, clock_offset=-3.5)], "clocks are 3.5 s apart: n1 is ahead of n2"),
     ("slow disk", "warning", [measured(0, disks={"runs": Speed(9e8, 9e8)}), measured(2, disks={"runs": Speed(2e7, 9e8)})], "runs is written to at 20.0 MB/s on n2"),
+    ("two disks of one name", "problem", [measured(2, sees_runs=False)], "runs on n2 (/shared/runs, nfs4) is not the one on n1 (/shared/runs, nfs4)"),
     ("slow data", "warning", [measured(disks={"data/a": Speed(None, 1e6)})], "data/a is read at 1.0 MB/s on n1"),
     ("broken disk", "problem", [measured(disks={"data/a": Speed(error="Input/output error")})], "data/a on n1: Input/output error"),
 ]  # fmt: skip
@@ -175,6 +178,12 @@ def test_each_measured_finding(level: str, results: list[Measured], says: str) -
     findings = found(two_nodes(), results)
     assert [f.level for f in findings] == [level]
     assert says in findings[0].what
+
+
+def test_a_folder_that_shows_what_the_first_rank_put_there_is_the_same_under_any_name() -> None:
+    elsewhere = two_nodes(**folder(place="/mnt/runs", inode=9))
+    assert found(elsewhere, [measured(2, sees_runs=True)]) == []
+    assert len(found(elsewhere, [measured(2)])) == 1
 
 
 def test_tasks_with_cores_and_gpus_of_their_own_are_fine() -> None:
@@ -446,7 +455,7 @@ def short_of_patience() -> None:
     """And the second rank dies once it has come, or keeps the first one waiting."""
     from pretrain.doctor import meeting
 
-    measurements._TOGETHER, meeting.MEASURING = 1.0, 1.0
+    measurements._TOGETHER, measurements._ANSWERING, meeting.MEASURING = 1.0, 1.0, 1.0
     if os.environ["RANK"] == "1":
         package.measure = lambda *_: os._exit(9)  # type: ignore[attr-defined]
 
@@ -499,3 +508,24 @@ def test_a_folder_that_is_not_there_yet_is_looked_for_above(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     run, *data = folders.find_folders(Outlook(run_folder="not/there/yet"))
     assert (run.asked, run.place, data) == ("not/there/yet", str(tmp_path), [])
+
+
+@pytest.mark.parametrize(("places", "answers"), [(("a", "a"), [None, True]), (("a", "b"), [None, False]), (("gone", "b"), [None, None])])
+def test_the_others_look_for_a_file_of_the_first_rank(
+    tmp_path: Path, clean: pytest.MonkeyPatch, places: Sequence[str], answers: list[bool | None]
+) -> None:
+    """Which is gone afterwards. Where it could not be made nothing is known."""
+    clean.setattr(measurements, "_LOOKING", 0.1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    port = free_port(20000)
+
+    meetings = []  # until both are done
+
+    def of(number: int) -> bool | None:
+        meetings.append(meeting := Meeting(Place(World(number, number, 2, 2), "launcher", "127.0.0.1", port), START))
+        return measurements._sees_runs(meeting, rank(number, **folder(place=str(tmp_path / places[number]))))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(of, range(2))) == answers
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]

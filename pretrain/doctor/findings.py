@@ -15,11 +15,12 @@ def find(ranks: Ranks, measured: Sequence[Measured], missing: Sequence[int], sil
         software.environment_differs, software.accelerate_file, software.compiler, software.caches,
         hardware.gpus_unseen, hardware.gpus_differ, hardware.gpus_shared, hardware.gpus_taken, hardware.emulated_bf16, hardware.limits,
         hardware.processors, hardware.processes_per_node, hardware.slurm_devices, hardware.slurm_processors, hardware.network_interfaces,
-        speeds.run_folder, speeds.folders_differ,
+        speeds.run_folder,
     )  # fmt: skip
     found = [
         *absent(missing, silent, wait),
         *(finding for check in checks for finding in check(ranks)),
+        *speeds.folders_differ(ranks, measured),
         *speeds.collectives(ranks, measured),
         *speeds.clocks(ranks, measured),
         *speeds.disks(ranks, measured),

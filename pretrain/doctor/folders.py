@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,18 @@ def measure(folder: Folder) -> Speed:
             return Speed(write, _read(file.fileno()))
     except OSError as error:
         return Speed(error=str(error.strerror))
+
+
+def shows(folder: str, name: str, seconds: float) -> bool:
+    """Whether a file is there that another machine has made, or comes to be seen within so many seconds."""
+    end = time.monotonic() + seconds
+    while not os.path.exists(os.path.join(folder, name)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+        with suppress(OSError):
+            os.listdir(folder)  # for which NFS looks again
+    return True
 
 
 def _size(path: str) -> int:

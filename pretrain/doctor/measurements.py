@@ -1,6 +1,8 @@
 """What takes measuring: how fast the ranks' all-reduce is, how far apart their clocks are, how fast their disks are."""
 
+import os
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from pretrain.doctor.meeting import Meeting
 
 _TOGETHER = 40.0  # seconds in which the ranks' collectives must be done
 _LARGEST = {"nccl": 1 << 26, "gloo": 1 << 24}  # bytes of an all-reduce
+_LOOKING = 4.0  # seconds in which a file that one node has made shows on another,
+_ANSWERING = 10.0  # and in which the ranks must say so
 _LONG_ENOUGH = 0.1  # seconds of one that need not grow
 _ROUNDS = 50
 
@@ -48,6 +52,7 @@ class Measured:
     clock_offset: float | None = None  # seconds ahead of the first rank's
     clock_resolution: float | None = None
     disks: dict[str, folders.Speed] = field(default_factory=dict)  # by the folder as asked for; the first rank of a node alone
+    sees_runs: bool | None = None  # whether its folder of runs is the first rank's
     error: str = ""  # why the collectives failed
     stuck: bool = False  # in one
 
@@ -62,15 +67,34 @@ def measure(meeting: Meeting, facts: Facts) -> Measured:
         except Exception as error:  # whatever a network can do to it is a finding
             box[0] = Measured(facts.rank, error=str(error).strip().splitlines()[0] or type(error).__name__)
 
+    sees_runs = None
     if meeting.complete and meeting.store is not None:
+        sees_runs = _sees_runs(meeting, facts)
         thread = threading.Thread(target=together, daemon=True)
         thread.start()
         thread.join(_TOGETHER)
         if thread.is_alive():
             box[0] = Measured(facts.rank, error=f"not done in {_TOGETHER:g} s", stuck=True)
-    if facts.local_rank:
-        return box[0]
-    return replace(box[0], disks={folder.asked: folders.measure(folder) for folder in facts.folders})
+    disks = {} if facts.local_rank else {folder.asked: folders.measure(folder) for folder in facts.folders}
+    return replace(box[0], disks=disks, sees_runs=sees_runs)
+
+
+def _sees_runs(meeting: Meeting, facts: Facts) -> bool | None:
+    """Whether a file that the first rank makes in its folder of runs shows in this rank's. Its path and inode do not tell: the roots of two
+    local disks have the same. None for the first rank, and where it could make none."""
+    place = next(folder.place for folder in facts.folders if folder.role == "run")
+    if meeting.world.rank == 0:
+        try:
+            with tempfile.NamedTemporaryFile(prefix=".pretrain-doctor-", dir=place) as file:
+                meeting.put("file", os.path.basename(file.name))
+                meeting.collect("sees", _ANSWERING, range(1, meeting.world.size))
+        except OSError:
+            meeting.put("file", None)
+        return None
+    (name,) = meeting.collect("file", _ANSWERING, [0])
+    sees = None if name is None else folders.shows(place, name, _LOOKING)
+    meeting.put("sees", sees)
+    return sees
 
 
 def _together(meeting: Meeting, facts: Facts) -> Measured:

@@ -32,11 +32,16 @@ def run_folder(ranks: Ranks) -> Iterator[Finding]:
         )
 
 
-def folders_differ(ranks: Ranks) -> Iterator[Finding]:
-    """A folder that all nodes share has one inode number; file systems in user space make theirs up."""
+def folders_differ(ranks: Ranks, measured: Sequence[Measured]) -> Iterator[Finding]:
+    """Where nobody could look for a file of the first rank: a folder that all nodes share has one inode number, unless its file system is in
+    user space and makes them up."""
+    sees = {m.rank: m.sees_runs for m in measured}
     (first, here), *others = [(rank, folder) for rank in first_of_nodes(ranks) for folder in rank.folders if folder.role == "run"]
     for rank, there in others:
-        if (there.place, there.inode) != (here.place, here.inode) and "fuse" not in here.filesystem:
+        same = sees.get(rank.rank)
+        if same is None:
+            same = (there.place, there.inode) == (here.place, here.inode) or "fuse" in here.filesystem
+        if not same:
             yield Finding(
                 "problem",
                 f"the folder of runs {here.asked} on {rank.node} ({there.place}, {there.filesystem}) is not the one on {first.node} ({here.place}, {here.filesystem})",
