@@ -46,7 +46,7 @@ def rank(number: int = 0, node: str = "n1", **changes: Any) -> Facts:
         rank=number, local_rank=number % 2, node=node, address="10.0.0.1", kind="launcher", launched=True, versions=dict(VERSIONS),
         required={"torch": ">=2.11", "accelerate": ">=1.12"}, tested={"torch": "2.13.0", "accelerate": "1.15.0"},
         gpus=(gpu(0), gpu(1, free_bytes=None)), gpu_devices=2, infiniband=("mlx5_0",), interfaces=("lo", "eth0", "ib0"), amx=True,
-        open_files=65536, locked_memory=None, shm_bytes=64 * GB, cores=frozenset(range(32)), memory_bytes=512 * GB, compiler="/usr/bin/g++",
+        open_files=65536, locked_memory=None, shm_free=64 * GB, cores=frozenset(range(32)), memory_bytes=512 * GB, compiler="/usr/bin/g++",
         environment={"OMP_NUM_THREADS": "16"}, folders=(RUNS, DATA),
         outlook=Outlook(processes=4, per_node=2, device="cuda", precision=("bf16", "this GPU has it"), compile=("block", "worth it")),
     )  # fmt: skip
@@ -114,13 +114,15 @@ CASES: list[tuple[str, str, list[Facts], str]] = [
     ("CPU build", "problem", [on_cpu(gpu_devices=8, versions={**without("CUDA", "NCCL"), "torch": "2.13.0+cpu"})], "torch 2.13.0+cpu is a build for CPUs"),
     ("driver too old", "problem", [on_cpu(gpu_devices=8, gpu_error="The NVIDIA driver is too old")], "torch sees none: The NVIDIA driver is too old"),
     ("hidden", "warning", [on_cpu(gpu_devices=8, **variables(CUDA_VISIBLE_DEVICES=""))], "CUDA_VISIBLE_DEVICES hides them"),
+    ("not asked for", "warning", [on_cpu(gpu_devices=4, gpu_error="No CUDA GPUs are available", **variables(SLURM_STEP_ID="0"))], "this step asked for none (--gpus-per-node)"),
     ("one GPU for two", "problem", [rank(0, gpus=(gpu(0),)), rank(1, gpus=(gpu(0),))], "several ranks on one GPU: ranks 0, 1 on n1"),
     ("GPU in use", "warning", [rank(0, gpus=(gpu(0, free_bytes=9 * GB), gpu(1)))], "9.0 of 80.0 GB free on n1"),
     ("bf16 without AMX", "warning", [on_cpu(amx=False, outlook=Outlook(device="cpu", precision=("bf16", "as configured")))], "without AMX"),
     ("open files", "warning", two_nodes(open_files=1024), "only 1,024 files may be open on n2"),
     ("locked memory, nodes", "problem", everywhere(locked_memory=65536), "locked memory is limited to 0.1 MB beside InfiniBand (mlx5_0) on all 2 nodes"),
     ("locked memory, one node", "warning", [rank(locked_memory=65536)], "locked memory"),
-    ("shared memory", "warning", [rank(shm_bytes=64 * 2**20)], "/dev/shm has 67 MB for 2 ranks"),
+    ("shared memory", "warning", [rank(shm_free=64 * 2**20)], "/dev/shm has 67 MB free for 2 ranks"),
+    ("no shared memory", "problem", two_nodes(shm_free=None), "there is no /dev/shm for the 2 ranks of a node on n2"),
     ("threads", "warning", [rank(**variables(OMP_NUM_THREADS="32"))], "OMP_NUM_THREADS=32 × 2 ranks are more threads than the 32 cores"),
     ("quota", "warning", [rank(cpu_quota=4.0)], "shows 32 cores and gets the time of 4"),
     ("unequal", "warning", [rank(0), rank(1), rank(2, "n2")], "2 on n1, 1 on n2"),
@@ -145,6 +147,7 @@ CASES: list[tuple[str, str, list[Facts], str]] = [
     ("full", "problem", [rank(**folder(free_bytes=GB))], "runs has 1.00 GB free"),
     ("full for this model", "problem", [rank(**folder(free_bytes=3 * GB), outlook=plan(parameters=10**9))], "1000.0M parameters takes 12.00 GB"),
     ("not shared", "problem", two_nodes(**folder(inode=9, filesystem="ext4")), "runs on n2 (/shared/runs, ext4) is not the one on n1 (/shared/runs, nfs4)"),
+    ("below a file", "problem", [rank(**folder(obstacle="/shared/runs.txt"))], "runs cannot be made: /shared/runs.txt is no folder"),
     ("not there on one", "problem", two_nodes(**folder(place="/shared", inode=3)), "runs on n2 (/shared, nfs4) is not the one on n1"),
 ]  # fmt: skip
 
@@ -184,6 +187,19 @@ def test_a_folder_that_shows_what_the_first_rank_put_there_is_the_same_under_any
     elsewhere = two_nodes(**folder(place="/mnt/runs", inode=9))
     assert found(elsewhere, [measured(2, sees_runs=True)]) == []
     assert len(found(elsewhere, [measured(2)])) == 1
+
+
+def test_a_slow_disk_does_not_matter_to_a_small_model() -> None:
+    slow = [measured(disks={"runs": Speed(2e7, 9e8)})]
+    assert found([rank(outlook=plan(parameters=10**6))], slow) == []
+
+
+@pytest.mark.parametrize(("kind", "tasks", "advised"), [("srun", 2, 32), ("srun", 1, 64), ("launcher", 2, 64), ("alone", 1, 64)])
+def test_cores_are_asked_for_each_task_of_srun(kind: str, tasks: int, advised: int) -> None:
+    """A launcher is one task. SRUN_CPUS_PER_TASK would go on from a shell into batch jobs, whose steps have other tasks."""
+    ranks = [rank(r, kind=kind, cores=frozenset((0, 1)), **variables(SLURM_CPUS_ON_NODE="64", OMP_NUM_THREADS="1")) for r in range(tasks)]
+    (one,) = found(ranks)
+    assert one.do.startswith(f"srun --cpus-per-task={advised}")
 
 
 def test_tasks_with_cores_and_gpus_of_their_own_are_fine() -> None:
@@ -507,7 +523,10 @@ def test_data_are_read_and_not_written_to(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_is_not_there_yet_is_looked_for_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run, *data = folders.find_folders(Outlook(run_folder="not/there/yet"))
-    assert (run.asked, run.place, data) == ("not/there/yet", str(tmp_path), [])
+    assert (run.asked, run.place, run.obstacle, data) == ("not/there/yet", str(tmp_path), "", [])
+    (tmp_path / "not").touch()
+    (run,) = folders.find_folders(Outlook(run_folder="not/there/yet"))
+    assert (run.place, run.obstacle) == (str(tmp_path), str(tmp_path / "not"))
 
 
 @pytest.mark.parametrize(("places", "answers"), [(("a", "a"), [None, True]), (("a", "b"), [None, False]), (("gone", "b"), [None, None])])

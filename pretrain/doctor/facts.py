@@ -62,12 +62,12 @@ class Facts:
     locked_memory: int | None = None
     processes: int | None = None
     core_bytes: int | None = None
-    shm_bytes: int | None = None
     cores: frozenset[int] = frozenset((0,))  # that this process may run on, by number
     cpu_quota: float | None = None  # cores' worth of time that the cgroup gets
     memory_bytes: int = 0
     memory_limit: int | None = None  # of the cgroup
     # Surroundings
+    shm_free: int | None = None  # bytes in /dev/shm, where there is one
     environment: dict[str, str] = field(default_factory=dict)
     accelerate_file: str | None = None  # that `accelerate launch` would read unasked
     accelerate_settings: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def gather(config_file: str | None, overrides: Sequence[str], place: Place) -> F
         infiniband=_names("/sys/class/infiniband"), interfaces=tuple(psutil.net_if_addrs()), amx=machine._has_amx(),
         open_files=_limit(resource.RLIMIT_NOFILE), locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         processes=_limit(resource.RLIMIT_NPROC), core_bytes=_limit(resource.RLIMIT_CORE),
-        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        shm_free=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         cores=frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         cpu_quota=quota, memory_bytes=psutil.virtual_memory().total, memory_limit=limit,
         environment=_environment(), accelerate_file=accelerate_file, accelerate_settings=_accelerate_settings(accelerate_file),

@@ -26,6 +26,7 @@ class Folder:
     filesystem: str
     free_bytes: int
     writable: bool
+    obstacle: str = ""  # what is no folder, where one would have to be made
     files: tuple[str, ...] = ()  # of data, to read from
 
 
@@ -39,16 +40,18 @@ def find_folders(outlook: Outlook) -> tuple[Folder, ...]:
 def nearest(folder: str) -> str:
     """The folder, or the nearest one above it that exists."""
     path = Path(folder).expanduser().absolute()
-    return str(next(level for level in (path, *path.parents) if level.is_dir()))
+    return str(next(level for level in (path, *path.parents) if os.path.isdir(level)))  # is_dir raises where it may not look
 
 
 def _look(role: str, asked: str, files: Sequence[str]) -> Folder:
     place = nearest(asked)
     mounts = [part for part in psutil.disk_partitions(all=True) if Path(os.path.realpath(place)).is_relative_to(part.mountpoint)]
     kind = max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown"
+    below = os.path.join(place, *Path(asked).expanduser().absolute().relative_to(place).parts[:1])
     return Folder(
-        role, asked, place, os.stat(place).st_ino, kind, shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK), tuple(files)
-    )
+        role, asked, place, os.stat(place).st_ino, kind, shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK),
+        below if below != place and os.path.lexists(below) else "", tuple(files),
+    )  # fmt: skip
 
 
 def _files_below(folder: str) -> tuple[str, ...]:

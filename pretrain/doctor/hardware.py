@@ -28,6 +28,8 @@ def gpus_unseen(ranks: Ranks) -> Iterator[Finding]:
             why,
             "install torch's CUDA build (pip install torch, from its own index)",
         )
+    elif "SLURM_STEP_ID" in rank.environment and "SLURM_GPUS_ON_NODE" not in rank.environment:
+        yield Finding("warning", f"{what}: this step asked for none (--gpus-per-node)", why, "srun --gpus-per-node=N, as the launch will")
     else:
         yield Finding(
             "problem",
@@ -118,13 +120,21 @@ def limits(ranks: Ranks) -> Iterator[Finding]:
             "NCCL registers its buffers with the adapter, and fails or falls back to TCP where it may not",
             "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK, and LimitMEMLOCK=infinity for slurmd",
         )
-    small = [rank for rank in ranks if rank.shm_bytes is not None and rank.shm_bytes < _SHM and rank.gpus and rank.outlook.per_node > 1]
-    if small:
+    several = [rank for rank in ranks if rank.gpus and rank.outlook.per_node > 1]
+    why = "NCCL's ranks of one node talk through it: "
+    if none := [rank for rank in several if rank.shm_free is None]:
+        yield Finding(
+            "problem",
+            f"there is no /dev/shm for the {none[0].outlook.per_node} ranks of a node{on(none, ranks)}",
+            f"{why}the first collective fails",
+            "mount -t tmpfs tmpfs /dev/shm, or let the container have one",
+        )
+    if small := [rank for rank in several if rank.shm_free is not None and rank.shm_free < _SHM]:
         yield Finding(
             "warning",
-            f"/dev/shm has {(small[0].shm_bytes or 0) / MB:,.0f} MB for {small[0].outlook.per_node} ranks{on(small, ranks)}",
-            "NCCL's ranks of one node talk through it: 'No space left on device' as the first collective runs",
-            "docker run --shm-size=8g (or --ipc=host); on a machine: mount -o remount,size=8G /dev/shm",
+            f"/dev/shm has {(small[0].shm_free or 0) / MB:,.0f} MB free for {small[0].outlook.per_node} ranks{on(small, ranks)}",
+            f"{why}'No space left on device' as the first collective runs",
+            "docker run --shm-size=8g (or --ipc=host); on a machine: remove what others left there, or mount -o remount,size=8G /dev/shm",
         )
 
 
@@ -180,11 +190,12 @@ def slurm_processors(ranks: Ranks) -> Iterator[Finding]:
         here = [rank for rank in ranks if rank.node == node]
         allotted, cores = here[0].environment.get("SLURM_CPUS_ON_NODE", ""), cores_of(here)
         if allotted.isdigit() and cores < int(allotted):
+            tasks = len(here) if here[0].kind == "srun" else 1  # a launcher is one
             yield Finding(
                 "warning",
                 f"Slurm allotted {allotted} CPUs on {node}, and the step may run on {cores}",
                 "since Slurm 22.05 srun does not take over --cpus-per-task from sbatch: loader, compiler and checkpoints share few cores",
-                "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
+                f"srun --cpus-per-task={max(1, int(allotted) // tasks)}; slurm/train.sbatch needs nothing, it takes all cores itself",
             )
             return
         if allotted.isdigit() and int(allotted) < cores and "OMP_NUM_THREADS" not in here[0].environment:

@@ -47,7 +47,7 @@ def _used(ranks: Sequence[Facts]) -> Iterable[str]:
         + (f", the time of {rank.cpu_quota:g}" if rank.cpu_quota else ""),
     )
     limit = f", limited to {_bytes(rank.memory_limit)}" if rank.memory_limit else ""
-    shm = f"; /dev/shm {_bytes(rank.shm_bytes)}" if rank.shm_bytes is not None else ""
+    shm = f"; /dev/shm {_bytes(rank.shm_free)} free" if rank.shm_free is not None else ""
     yield from _row("memory", f"{_bytes(rank.memory_bytes)}{limit}{shm}")
     yield from _row("limits", f"open files {_limit(rank.open_files)}; locked memory {_limit(rank.locked_memory, 'bytes')}; "
                               f"processes {_limit(rank.processes)}; core files {_limit(rank.core_bytes, 'bytes')}")  # fmt: skip

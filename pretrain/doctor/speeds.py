@@ -10,6 +10,7 @@ GPT2_PARAMETERS = 124_439_808  # what times are told for where no config says be
 _BYTES_PER_PARAMETER = 12  # of a checkpoint: weights and two moments in fp32
 _CLOCKS = 1.0  # seconds
 _SLOW_RUN, _SLOW_DATA = 50 * MB, 10 * MB  # a second
+_SLOW_SAVE = 5.0  # seconds
 
 
 def run_folder(ranks: Ranks) -> Iterator[Finding]:
@@ -20,6 +21,13 @@ def run_folder(ranks: Ranks) -> Iterator[Finding]:
             f"the folder of runs {runs[0][1].asked} cannot be written to{on(shut, ranks)}",
             "every rank writes its log there, the first its checkpoints and metrics",
             "choose another with run.dir, on a disk that all nodes share",
+        )
+    for rank, folder in [(rank, folder) for rank, folder in runs if folder.obstacle][:1]:
+        yield Finding(
+            "problem",
+            f"the folder of runs {folder.asked} cannot be made: {folder.obstacle} is no folder{on([rank], ranks)}",
+            "a launch would end before step 1",
+            "move that away, or choose another run.dir",
         )
     rank, folder = min(runs, key=lambda run: run[1].free_bytes)
     one = (rank.outlook.parameters or GPT2_PARAMETERS) * _BYTES_PER_PARAMETER
@@ -113,7 +121,7 @@ def disks(ranks: Ranks, measured: Sequence[Measured]) -> Iterator[Finding]:
                 "mend or mount the disk, or choose another folder (run.dir, data.train)",
             )
         write, writer = min(((s.write, r) for r, s in speeds if s.write is not None), default=(None, 0))
-        if write is not None and write < _SLOW_RUN:
+        if write is not None and write < _SLOW_RUN and one / write > _SLOW_SAVE:
             yield Finding(
                 "warning",
                 f"{asked} is written to at {write / MB:.1f} MB/s on {node.get(writer)}",
