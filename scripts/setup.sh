@@ -11,10 +11,13 @@ python=${PYTHON:-python3}
 
 stamp=.venv/installed.txt
 wanted=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh)
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
+# A stamp outlives the Python that .venv/bin/python points to, and a move of the checkout.
+imported='import os, pretrain; raise SystemExit(not os.path.samefile(pretrain.__file__, "pretrain/__init__.py"))'
+[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/python -I -c "$imported" 2> /dev/null && exit 0
 
 echo "Installing into .venv (about a minute; torch is the large one) ..."
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# Anew where it is dead, has no pip because making it was interrupted, or was moved: then its programs start the Python of the old place.
+pip=$(.venv/bin/python -m pip --version 2> /dev/null) && [ "$(.venv/bin/pip --version 2> /dev/null)" = "$pip" ] || "$python" -m venv --clear .venv
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt "$@"; }
 install "torch==$(sed -n 's/^torch==//p' scripts/constraints.txt)"   # first and pinned: another package would pull in its own choice of build
 install --editable '.[quickstart,dev]'

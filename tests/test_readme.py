@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import shlex
@@ -165,15 +166,56 @@ def test_the_run_folder_of_the_readme_is_what_a_run_makes(sandbox: Path, forks: 
     assert made == {line.split()[0].split("/")[0] for line in tree.splitlines()}
 
 
+MADE_OF = ("pyproject.toml", "scripts/constraints.txt", "scripts/setup.sh")
+
+
 def set_up() -> bool:
-    stamp, made_of = ROOT / ".venv/installed.txt", ("pyproject.toml", "scripts/constraints.txt", "scripts/setup.sh")
-    return stamp.exists() and stamp.read_text() == "".join((ROOT / name).read_text() for name in made_of).rstrip("\n")
+    stamp = ROOT / ".venv/installed.txt"
+    return stamp.exists() and stamp.read_text() == "".join((ROOT / name).read_text() for name in MADE_OF).rstrip("\n")
 
 
 @pytest.mark.parametrize("name", ["quickstart.sh", "test.sh", "setup.sh", "get_shakespeare.sh", "get_fineweb.sh"])
 def test_scripts_parse(name: str) -> None:
     assert subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)]).returncode == 0
     assert (ROOT / "scripts" / name).stat().st_mode & 0o111
+
+
+PYTHON = r"""#!/usr/bin/env bash
+# Stands for a Python, and for that of the environment that it makes; says what it was asked for.
+case "$*" in
+  *"-m venv"*) rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && printf '#!/bin/sh\necho pip' > .venv/bin/pip && chmod +x .venv/bin/pip ;;
+  *"pip --version"*) echo pip ;;
+esac
+case "$*" in *"-m venv"* | *"pip install"*) echo "$@" ;; esac
+"""
+
+
+@pytest.mark.parametrize("state", ["none", "without pip", "dead", "of another checkout"])
+def test_setup_makes_a_broken_environment_anew_whatever_its_stamp_says(tmp_path: Path, state: str) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in MADE_OF:
+        shutil.copy(ROOT / name, tmp_path / name)
+    python, there = tmp_path / "python", tmp_path / ".venv"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    if state != "none":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", there], check=True)
+        (there / "installed.txt").write_text("".join((ROOT / name).read_text() for name in MADE_OF).rstrip("\n"))
+    if state == "dead":
+        (there / "bin/python").unlink()
+        (there / "bin/python").symlink_to(tmp_path / "gone")
+    if state == "of another checkout":
+        (next(there.glob("lib/python*/site-packages")) / "pretrain.pth").write_text(f"{ROOT}\n")
+        (tmp_path / "pretrain").mkdir()
+        (tmp_path / "pretrain/__init__.py").touch()
+
+    def calls() -> list[str]:
+        done = subprocess.run(["scripts/setup.sh"], cwd=tmp_path, env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line.split(" --quiet")[0] for line in done.stdout.splitlines() if line.startswith("-m")]
+
+    assert calls() == ["-m venv --clear .venv", "-m pip install", "-m pip install"]
+    assert calls() == []
 
 
 @pytest.mark.launch
