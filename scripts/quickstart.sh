@@ -17,13 +17,14 @@ fi
 
 pretrain prepare "$speeches" --output data/quickstart --tokenizer train:4096 --val-fraction 0.05
 pretrain train configs/quickstart.yaml "batch.micro=$((32 / processes))" "$@" -- --num_processes "$processes"
-pretrain report runs/quickstart
+folder=$(pretrain train --check configs/quickstart.yaml "$@")
+pretrain report "$folder"
 
-cat <<'END'
+cat <<END
 
-Your model is in runs/quickstart, its curves in runs/quickstart/report. Next:
+Your model is in $folder, its curves in $folder/report. Next:
   source .venv/bin/activate
-  pretrain generate runs/quickstart --prompt "My fellow citizens"
+  pretrain generate $folder --prompt "My fellow citizens"
   pretrain train configs/quickstart.yaml run.name=wider model.n_embd=192
-  pretrain report runs/quickstart runs/wider --output report
+  pretrain report $folder runs/wider --output report
 END

@@ -87,7 +87,7 @@ def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path, forks: For
     ending = re.findall(r"^  (pretrain .*)$", (ROOT / "scripts/quickstart.sh").read_text("utf-8"), re.MULTILINE)
     assert len(ending) == 3
     for command in ending:
-        run(sandbox, command, forks)
+        run(sandbox, command.replace("$folder", "runs/quickstart"), forks)
     assert (sandbox / "report/loss_steps.png").stat().st_size > 10_000
     assert (sandbox / "exported/mine/model.safetensors").exists()
     assert re.search(r"(single|diloco) is fastest with", (sandbox / "runs/compare/report/report.md").read_text())
@@ -233,11 +233,12 @@ def test_the_quickstart_runs_and_says_that_it_is_done_when_called_again(tmp_path
         "train.log_every=1",
         "train.sample_every=1",
         "optim.warmup_steps=1",
+        "run.name=mine",
     ]
     first, second = (subprocess.run(script, cwd=checkout, capture_output=True, text=True, timeout=300) for _ in range(2))
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    for words in ("ddp × 2 (gloo)", "validation loss", "  | My fellow citizens", "finished at step 2", "source .venv/bin/activate"):
+    for words in ("ddp × 2 (gloo)", "validation loss", "  | My fellow citizens", "finished at step 2", "Your model is in runs/mine,", "source .venv/bin/activate"):
         assert words in first.stdout
     assert second.returncode == 0
     assert "is finished: step 2" in second.stdout
-    assert (checkout / "runs/quickstart/report/loss_steps.png").exists()
+    assert (checkout / "runs/mine/report/loss_steps.png").exists()
