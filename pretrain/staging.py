@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -106,12 +107,23 @@ def _make(copies: Sequence[Copy], folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{where}: no such folder; {_INSTEAD}")
     try:
-        with open(folder / _LOCK, "w") as lock:
+        with _open_lock(folder / _LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _make_all([copy for copy in copies if not copy.is_made], folder, where)
     except OSError as error:
         full = f" ({_room(copies, folder)[1]})" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ConfigError(f"{where} cannot be written: {error.strerror}{full}; {_INSTEAD}") from None
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    """Where it is another user's to read, which is enough to lock it but on NFS. Not with "w": that refuses a file of another user in a folder
+    like /tmp, may he write to it or not (fs.protected_regular)."""
+    with suppress(FileExistsError), open(path, "xb") as made:
+        os.fchmod(made.fileno(), 0o644)  # whatever the umask, for other users
+    try:
+        return open(path, "r+b")
+    except PermissionError:
+        return open(path, "rb")
 
 
 def _make_all(copies: Sequence[Copy], folder: Path, where: str) -> None:

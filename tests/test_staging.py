@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +311,33 @@ def test_of_four_processes_one_copies(corpus: Path, config: Config, scratch: Pat
         told = running.result()
     assert sorted(one.files for one in told) == [0, 0, 0, 4]
     assert [one.tokens for one in told] == [content(opened(path).train[0])] * 4
+
+
+def stage_as_nobody(folder: Path) -> None:
+    os.chdir(folder)  # from where no folder above has to be passed
+    sets = opened(Path("tiny.yaml"))
+    os.setgid(65534)
+    os.setuid(65534)
+    stage(sets, "scratch", lambda line: None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_another_users_lock_is_no_obstacle(corpus: Path, config: Config, scratch: Path, tmp_path: Path) -> None:
+    """In a folder like /tmp, where all may write and nobody into what others have made."""
+    config({"data.train": "corpus"})
+    scratch.chmod(0o1777)
+    before = os.umask(0o077)
+    try:
+        with suppress(ConfigError):  # the first user finds no room, say
+            staging._make([staging.Copy(corpus / "train_000000.bin", scratch / "one" / "a.bin", 1 << 60, None)], scratch)
+    finally:
+        os.umask(before)
+    tmp_path.chmod(0o755)
+    process = forking().Process(target=stage_as_nobody, args=(tmp_path,))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    assert len(copies(scratch)) == 4
 
 
 def stage_until(path: Path, scratch: Path, file: str, here: Path) -> None:
