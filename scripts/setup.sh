@@ -17,7 +17,9 @@ imported='import os, pretrain; raise SystemExit(not os.path.samefile(pretrain.__
 
 echo "Installing into .venv (about a minute; torch is the large one) ..."
 # Anew where it is dead, has no pip because making it was interrupted, or was moved: then its programs start the Python of the old place.
-pip=$(.venv/bin/python -m pip --version 2> /dev/null) && [ "$(.venv/bin/pip --version 2> /dev/null)" = "$pip" ] || "$python" -m venv --clear .venv
+if ! pip=$(.venv/bin/python -m pip --version 2> /dev/null) || [ "$(.venv/bin/pip --version 2> /dev/null)" != "$pip" ]; then
+  "$python" -m venv --clear .venv
+fi
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt "$@"; }
 install "torch==$(sed -n 's/^torch==//p' scripts/constraints.txt)"   # first and pinned: another package would pull in its own choice of build
 install --editable '.[quickstart,dev]'

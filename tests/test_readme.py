@@ -237,7 +237,14 @@ def test_the_quickstart_runs_and_says_that_it_is_done_when_called_again(tmp_path
     ]
     first, second = (subprocess.run(script, cwd=checkout, capture_output=True, text=True, timeout=300) for _ in range(2))
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    for words in ("ddp × 2 (gloo)", "validation loss", "  | My fellow citizens", "finished at step 2", "Your model is in runs/mine,", "source .venv/bin/activate"):
+    for words in (
+        "ddp × 2 (gloo)",
+        "validation loss",
+        "  | My fellow citizens",
+        "finished at step 2",
+        "Your model is in runs/mine,",
+        "source .venv/bin/activate",
+    ):
         assert words in first.stdout
     assert second.returncode == 0
     assert "is finished: step 2" in second.stdout
