@@ -97,7 +97,7 @@ def start(
 ) -> tuple[Job, Progress]:  # fmt: skip
     """Every rank calls it. Raises ConfigError or ShardError, the same on every rank, for what the user can mend; Finished at the end."""
     began = time.perf_counter()
-    cpu_note = machine.prepare_cpu(world.local_size)
+    cpu_note = machine.prepare_cpu(launch.usable_cores(), world.local_size)
     sets = open_sets(cfg)
     numbers = layout(cfg, world.size, sets.windows_per_epoch)
     device = torch.device(machine.device_type(cfg))

@@ -9,7 +9,6 @@ from glob import glob
 import torch
 
 from pretrain.config import Config, ConfigError
-from pretrain.launch import usable_cores
 
 _WORTH_COMPILING = 1e13  # FLOPs of a whole run below which a CPU trains sooner than it compiles
 
@@ -82,7 +81,7 @@ def choose_compile(cfg: Config, device: torch.device, precision: str, total_flop
     return wanted, "as configured"
 
 
-def prepare_cpu(processes: int) -> str:
+def prepare_cpu(cores: int, processes: int) -> str:
     """One thread per core, shared out over the processes, and an allocator that keeps its pages. Returns what was done.
 
     torchrun exports OMP_NUM_THREADS=1 for several processes. glibc returns every large block to the kernel and maps it anew at the
@@ -90,7 +89,7 @@ def prepare_cpu(processes: int) -> str:
     """
     told = os.environ.get("OMP_NUM_THREADS")
     if told is None or (told == "1" and processes > 1 and "PRETRAIN_LAUNCHED" not in os.environ):
-        torch.set_num_threads(max(1, usable_cores() // processes))
+        torch.set_num_threads(max(1, cores // processes))
     kept = ""
     if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ and not os.environ.get("LD_PRELOAD"):
         mallopt = ctypes.CDLL(None).mallopt

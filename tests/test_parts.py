@@ -335,6 +335,11 @@ def test_merging_says_what_is_missing(folder: Path, tmp_path: Path, monkeypatch:
     make(folder, output=output, part=(2, 3), val_fraction=0.3)
     assert "part 2 was made with other settings than part 1" in refusal()
     make(folder, output=output, part=(2, 3))
+    plan = output / ".parts/00001-of-00003/plan.json"
+    ours = plan.read_text()
+    plan.write_text(json.dumps({key: value for key, value in json.loads(ours).items() if key != "record_bytes"}))
+    assert "the parts were made by another version of pretrain; make them again" in refusal()
+    plan.write_text(ours)
     journal = output / ".parts/00002-of-00003/journal.jsonl"
     whole = journal.read_bytes()
     journal.write_bytes(b"".join(whole.splitlines(True)[:-1]))

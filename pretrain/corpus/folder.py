@@ -15,7 +15,7 @@ from pretrain.corpus.assemble import assemble
 from pretrain.corpus.manifest import Settings, manifest_of, sources_of
 from pretrain.corpus.parts import PLAN, Part, decisive, share, units_of
 from pretrain.corpus.sources import CorpusError
-from pretrain.corpus.tokenise import SPLITS
+from pretrain.corpus.tokenise import RECORD, SPLITS
 from pretrain.shards import MANIFEST
 
 LOCK, PARTS = ".lock", ".parts"
@@ -88,12 +88,14 @@ def all_parts(folder: Path) -> list[Part]:
     if missing:
         raise PartsMissing(f"{folder}: part {', '.join(map(str, missing))} of {count} is missing; make it with --part {missing[0]}/{count}")
     first = parts[0].plan
+    if first.get("record_bytes") != RECORD.itemsize:
+        raise CorpusError(f"{folder}: the parts were made by another version of pretrain; make them again")
     sources, settings = sources_of(first), Settings(**first["settings"])
     units = units_of(sources, settings.reading)
     for part in parts:
         number = part.plan["part"]
         plan = decisive(part.plan)
-        different = [key for key, value in decisive(first).items() if key != "part" and plan[key] != value]
+        different = [key for key, value in decisive(first).items() if key != "part" and plan.get(key) != value]
         if different:
             raise CorpusError(f"{folder}: part {number} was made with other {' and '.join(different)} than part 1; make it again")
         left = part.missing(share(units, number, count))

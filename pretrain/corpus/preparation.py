@@ -24,7 +24,7 @@ from pretrain.corpus.hub import DatasetName, open_dataset
 from pretrain.corpus.manifest import Settings, reusable
 from pretrain.corpus.parts import Cut, Part, Unit, folder_of, share, tasks, uncut, units_of
 from pretrain.corpus.sources import FORMATS, STDIN, CorpusError, Source, find_sources
-from pretrain.corpus.tokenise import Characters, Task, Tokenise, clean, is_blank, validates
+from pretrain.corpus.tokenise import RECORD, Characters, Task, Tokenise, clean, is_blank, validates
 from pretrain.corpus.workers import WorkerDied, cores, in_order
 from pretrain.shards import ShardError
 from pretrain.tokenization import Tokenizer, TokenizerError, cuts_at_lines, identify, load
@@ -175,6 +175,7 @@ class _Work:
             "eos_id": tokenizer.eos_id,
             "vocab_size": tokenizer.vocab_size,
             "token_bytes": shards.token_dtype(tokenizer.vocab_size).itemsize,
+            "record_bytes": RECORD.itemsize,
             "version": __version__,
             "parts": parts,
             "part": number,

@@ -45,7 +45,7 @@ def foresee(config_file: str | None, overrides: Sequence[str], place: Place) -> 
     per_node = _per_node(place)
     processes = max(place.world.size, place.world.size // place.world.local_size * per_node)
     cfg = _attempt(refused, lambda: load(config_file, overrides, OPTIONS)) if config_file else Config()
-    outlook = Outlook(config_file, processes, per_node, threads=machine.prepare_cpu(per_node))
+    outlook = Outlook(config_file, processes, per_node, threads=machine.prepare_cpu(launch.usable_cores(), per_node))
     if cfg is None:
         return replace(outlook, refused=tuple(refused))
     launched, notes = _attempt(refused, lambda: _launcher(place, processes)) or (None, [])
