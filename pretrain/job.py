@@ -121,16 +121,8 @@ def start(
     init_hash, parameters = found.numbers.get("init_hash") or models.weights_hash(module, initial), models.parameter_count(module)
     if initial is not None and found.checkpoint is not None:
         initial = module.padded(lambda name, real: None)  # the checkpoint has them all
-    agree(
-        control,
-        {
-            "device": device.type,
-            "config": everything_hash(cfg),
-            "data": sets.fingerprints,
-            "initial weights": init_hash,
-            "code": runfolder.code_hash(),
-        },
-    )
+    agree(control, {"device": device.type, "config": everything_hash(cfg), "data": sets.fingerprints, "initial weights": init_hash,
+                    "code": runfolder.code_hash()})  # fmt: skip
     flops = models.flops_per_token(module, numbers.sequence_length)
     compile_mode, compile_why = machine.choose_compile(cfg, device, precision, flops * cfg.batch.tokens * numbers.steps / world.size)
     if compile_mode != "off":
@@ -305,7 +297,7 @@ def _set_kernels(cfg: Config) -> None:
 def _device_notes(cfg: Config, device: torch.device, world: launch.World, of_each: int, cpu_note: str) -> list[str]:
     """`of_each`: devices of one process."""
     if device.type == "cpu":
-        return [cpu_note, *machine.unused_gpus(cfg)]
+        return [cpu_note, *machine.unused_gpus(cfg, launch.gpu_files())]
     busy, there = world.local_size * of_each, torch.cuda.device_count()
     return [f"{busy} of {there} GPUs in use"] if device.type == "cuda" and there > busy else []
 

@@ -5,6 +5,7 @@ import argparse
 import math
 import os
 from dataclasses import dataclass
+from glob import glob
 
 import psutil
 
@@ -52,12 +53,17 @@ def usable_cores() -> int:
     return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
 
 
+def gpu_files() -> int:
+    """How many NVIDIA GPUs the kernel shows, whether or not torch can use them. Importing torch to ask it takes seconds."""
+    return len(glob("/dev/nvidia[0-9]*"))
+
+
 def has_launcher() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "PRETRAIN_LAUNCHED"))
 
 
 def is_in_slurm_step() -> bool:
-    """Of slurm/*.sbatch: then Slurm signals every process of the step, some of them several times, and the script repeats it."""
+    """Started by slurm/*.sbatch: then Slurm signals every process of the step, some of them several times, and the script repeats it."""
     return os.environ.get("PRETRAIN_LAUNCHED", "").startswith("slurm-")
 
 

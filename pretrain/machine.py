@@ -4,7 +4,6 @@ import ctypes
 import os
 import platform
 import shutil
-from glob import glob
 
 import torch
 
@@ -32,9 +31,8 @@ def device_type(cfg: Config) -> str:
     return "cpu"
 
 
-def unused_gpus(cfg: Config) -> list[str]:
-    """A note where this machine has GPUs that a run on its CPU was meant to use."""
-    there = len(glob("/dev/nvidia[0-9]*"))
+def unused_gpus(cfg: Config, there: int) -> list[str]:
+    """A note where a run on the CPU was meant to use the GPUs that are there."""
     if cfg.run.device != "auto" or not there or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     return [f"{there} GPUs are there, and torch {torch.__version__} can use none of them: pretrain doctor says why"]

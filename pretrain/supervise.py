@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from glob import glob
 from pathlib import Path
 from tempfile import TemporaryFile
 from uuid import uuid4
@@ -16,7 +15,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from pretrain import config
-from pretrain.launch import check_not_side_by_side, usable_cores
+from pretrain.launch import check_not_side_by_side, gpu_files, usable_cores
 from pretrain.network import namespaces
 from pretrain.runfolder import Status, cannot_write, in_use, note_end, read_status
 
@@ -140,8 +139,8 @@ def _processes(flags: Sequence[str]) -> int:
             if not count.isdigit() or int(count) < 1:
                 raise config.ConfigError(f"--num_processes: expected a whole number above 0, found {count!r}")
             return int(count)
-    if not glob("/dev/nvidia[0-9]*") and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return 1  # without importing torch, which takes seconds
+    if not gpu_files() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return 1
     import torch
 
     return max(1, torch.cuda.device_count())

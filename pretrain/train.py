@@ -352,14 +352,14 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
     if isinstance(error, NonFinite):  # all ranks find it together, later than it happened
         step, rank = error.step, rank if error.rank is None else error.rank
     try:
+        reason = explain(error, micro)
         if folder is None or not runfolder.is_ours(folder):
             with suppress(OSError):
                 traceback.print_exception(error)
-            report_failure(None, rank, explain(error, micro), step, status)
+            report_failure(None, rank, reason, step, status)
         else:
             path = folder / "logs" / f"rank_{rank}.txt"
-            told = f"{explain(error, micro)} (traceback in {path})"
-            if report_failure(folder, rank, explain(error, micro), step, status, again=may_pass(error), told=told):
+            if report_failure(folder, rank, reason, step, status, again=may_pass(error), told=f"{reason} (traceback in {path})"):
                 with suppress(OSError), open(path, "a", encoding="utf-8") as log:
                     traceback.print_exception(error, file=log)
     finally:

@@ -9,7 +9,6 @@ import socket
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from glob import glob
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def gather(config_file: str | None, overrides: Sequence[str], place: Place) -> F
         rank=place.world.rank, local_rank=place.world.local_rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         address=_address(), kind=place.kind, launched="TORCHELASTIC_RUN_ID" in os.environ or bool(launch._launcher_command()),
         versions=_versions(required), required=required, tested=_tested(),
-        gpus=gpus, gpu_devices=len(glob("/dev/nvidia[0-9]*")), gpu_error=gpu_error,
+        gpus=gpus, gpu_devices=launch.gpu_files(), gpu_error=gpu_error,
         infiniband=_names("/sys/class/infiniband"), interfaces=tuple(psutil.net_if_addrs()), amx=machine._has_amx(),
         open_files=_limit(resource.RLIMIT_NOFILE), locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         processes=_limit(resource.RLIMIT_NPROC), core_bytes=_limit(resource.RLIMIT_CORE),
