@@ -248,6 +248,8 @@ def _first_words(path: Path) -> list[int]:
 
 
 def _unlike_a_header(path: Path) -> str:
+    if not path.stat().st_size:
+        return "it is empty"
     return f"it starts with {_first_words(path)[0]}, not with llm.c's {' or '.join(map(str, MAGIC))}"
 
 

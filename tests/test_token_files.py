@@ -100,6 +100,12 @@ def test_a_damaged_header_is_not_taken_for_nanogpts_tokens(tmp_path: Path, name:
         open_split(tmp_path / name, "train")
 
 
+def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").touch()
+    with pytest.raises(ShardError, match=r"tokens\.bin is in none of the formats that are read: it is empty"):
+        open_split(tmp_path / "tokens.bin", "train")
+
+
 def test_a_headerless_file_is_read_under_nanogpts_names_alone(tmp_path: Path) -> None:
     foreign.nanogpt(tmp_path / "tokens.bin", [list(range(1, 2000))])
     with pytest.raises(ShardError, match=r"tokens\.bin is in none of the formats that are read: it starts with 131073"):
