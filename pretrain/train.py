@@ -81,7 +81,7 @@ def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
     except Exception as error:
         return fail(folder, world, error, step=0, micro=micro)
     try:
-        stops.at_once = lambda reason, again=False: report_failure(folder, world.rank, reason, progress.step, again=again)
+        stops.at_once = lambda reason, **how: report_failure(folder, world.rank, reason, progress.step, **how)
         stops.begin()
         gc.collect()
         gc.freeze()
@@ -358,21 +358,22 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
                 traceback.print_exception(error)
             report_failure(None, rank, reason, step, status)
         else:
-            path = folder / "logs" / f"rank_{rank}.txt"
-            if report_failure(folder, rank, reason, step, status, again=may_pass(error), told=f"{reason} (traceback in {path})"):
-                with suppress(OSError), open(path, "a", encoding="utf-8") as log:
-                    traceback.print_exception(error, file=log)
+            log = folder / "logs" / f"rank_{rank}.txt"
+            if report_failure(folder, rank, reason, step, status, again=may_pass(error), log=log):
+                with suppress(OSError), open(log, "a", encoding="utf-8") as file:
+                    traceback.print_exception(error, file=file)
     finally:
         os._exit(status)  # an ordinary exit would wait in collectives for the others
 
 
 def report_failure(folder: Path | None, rank: int, reason: str, step: int, status: int = FAILED, *, again: bool = False,
-                   told: str = "") -> bool:  # fmt: skip
-    """Whether this was the first failure of the launch: only that one is told, as `told` where that says more than the reason."""
+                   log: Path | str | None = None) -> bool:  # fmt: skip
+    """Whether this was the first failure of the launch: only that one is told. `log`: the file that has, or is about to get, a traceback."""
     with suppress(OSError):  # rather told twice than not at all
         if folder is not None and not runfolder.Status(folder, rank).fail(reason, step=step, exit_status=status, again=again):
             return False
-    tell(f"rank {rank} failed at step {step:,}: {told or reason}")
+    where = f" (traceback in {log})" if log else ""
+    tell(f"rank {rank} failed at step {step:,}: {reason}{where}")
     return True
 
 

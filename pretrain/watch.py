@@ -208,6 +208,7 @@ class HangWatch:
                     self.report(
                         f"no step was finished in {self.seconds:g} seconds (train.hang_timeout); every rank's stacks are in {os.path.dirname(self.log)}",
                         again=True,
+                        log=self.log,
                     )
                 finally:
                     os._exit(1)

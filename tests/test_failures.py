@@ -354,7 +354,7 @@ def test_a_failure_in_telling_of_one_ends_the_process(tmp_path: Path) -> None:
 
 
 def hang(log: Path, told: Path) -> None:
-    def report(reason: str, *, again: bool) -> None:
+    def report(reason: str, *, again: bool, log: str) -> None:
         told.write_text(reason)
         raise OSError("nowhere to say it")
 
