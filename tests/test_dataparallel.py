@@ -112,14 +112,15 @@ def test_rates_are_of_one_gpu(config: Config, monkeypatch: pytest.MonkeyPatch) -
         assert row["mfu"] == pytest.approx(row["tokens_per_second"] / 4 * models.flops_per_token(module, 16) / 1e9)
 
 
-def test_gpus_that_have_a_replica_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_have_a_replica_are_in_use(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = configs.load(config(), [], OPTIONS)
     strategy = DataParallel("dataparallel", None, "fp32")
     strategy.model = SummingDataParallel(nn.Linear(1, 1), [], None)
     strategy.model.device_ids = [0, 1, 2, 3]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     alone, gpu = World(0, 0, 1, 1), torch.device("cuda")
-    assert _device_notes(gpu, alone, strategy.devices, "") == []
-    assert _device_notes(gpu, alone, 1, "") == ["1 of 4 GPUs in use"]
+    assert _device_notes(cfg, gpu, alone, strategy.devices, "") == []
+    assert _device_notes(cfg, gpu, alone, 1, "") == ["1 of 4 GPUs in use"]
 
 
 def test_several_processes_are_refused_with_the_way_to_start_one(config: Config) -> None:
