@@ -100,7 +100,7 @@ if patience := os.environ.get("PATIENCE"):
 if gate := os.environ.get("GATE_SAVE"):
     write_json = checkpoint._write_json
 
-    def gated_write(path: Path, content: Any) -> dict[str, Any]:
+    def gated_write(path: Path, content: Any, gate: str = gate) -> dict[str, Any]:
         if path.name == checkpoint.MANIFEST:
             wait_at(gate)
         return write_json(path, content)

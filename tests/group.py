@@ -57,7 +57,8 @@ class Ranks:
         except OSError:
             self.close()
             raise RankError("a rank has died since it answered, of what it ran before; see its standard error") from None
-        deadline, outcomes = time.monotonic() + _DEADLINE, []
+        deadline = time.monotonic() + _DEADLINE
+        outcomes: list[Any] = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()

@@ -322,9 +322,9 @@ def load_in_group(folder: Path) -> bool:
     group = control_group()
     original = os.fsync
 
-    def slowly(file: int) -> None:
+    def slowly(fd: Any) -> None:
         time.sleep(0.05)
-        original(file)
+        original(fd)
 
     os.fsync = slowly
     try:
@@ -355,10 +355,10 @@ def verify_in_group(folder: Path) -> tuple[str | None, int]:
     group, read = control_group(), 0
     original = subject._check
 
-    def counting(*args: Any) -> str | None:
+    def counting(path: Path, name: str, entry: Any) -> str | None:
         nonlocal read
         read += 1
-        return original(*args)
+        return original(path, name, entry)
 
     subject._check = counting
     try:

@@ -88,13 +88,15 @@ def primitives(numel: int, rank: int, world: int) -> Primitives:
 def count_primitives(numel: int) -> dict[str, list[Collective]]:
     dist.init_process_group("gloo")
     rank, world, ones = dist.get_rank(), dist.get_world_size(), torch.ones(numel)
+    everyone = dist.group.WORLD
+    assert everyone is not None
     neighbours = [dist.P2POp(dist.isend, ones, (rank + 1) % world), dist.P2POp(dist.irecv, torch.empty(numel), (rank - 1) % world)]
     rest: Primitives = {
         "reduce": lambda: dist.reduce(ones, 0),
         "send and recv": lambda: [work.wait() for work in dist.batch_isend_irecv(neighbours)],
-        "functional all_reduce": lambda: functional.all_reduce(ones, "sum", dist.group.WORLD) + 1,
-        "functional all_gather": lambda: functional.all_gather_tensor(ones[: numel // world], 0, dist.group.WORLD) + 1,
-        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(ones, "sum", 0, dist.group.WORLD) + 1,
+        "functional all_reduce": lambda: functional.all_reduce(ones, "sum", everyone) + 1,
+        "functional all_gather": lambda: functional.all_gather_tensor(ones[: numel // world], 0, everyone) + 1,
+        "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(ones, "sum", 0, everyone) + 1,
         "all_reduce in a thread": lambda: in_a_thread(lambda: dist.all_reduce(ones)),
         "all_reduce in inference": lambda: torch.inference_mode()(dist.all_reduce)(ones),
         "barrier": dist.barrier,
@@ -191,6 +193,7 @@ def votes() -> tuple[list[str], set[str], set[str]]:
         issue()
     issue()  # seen by none
     everything = {c.group for c in counted(issue)}
+    assert dist.group.WORLD is not None
     return [c.kind for c in counter.collectives], everything, {dist.group.WORLD.group_name, control.group_name}
 
 
@@ -357,7 +360,8 @@ def measure(numel: int) -> dict[str, tuple[int, int, int]]:
     dist.init_process_group("gloo")
     width = int(numel**0.5)
     replicas = DistributedDataParallel(model(width), bucket_cap_mb=1)
-    sharded = fully_shard(model(width))
+    sharded = model(width)
+    fully_shard(sharded)
     jobs = primitives(numel, dist.get_rank(), dist.get_world_size())
     families: Primitives = {"DDP": lambda: loss(replicas, width).backward(), "FSDP2": lambda: loss(sharded, width).backward()}
     jobs |= families | {

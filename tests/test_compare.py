@@ -24,7 +24,7 @@ from launching import BIN, START, launch, make_set, run, write_config
 from pretrain import cli, runfolder
 from pretrain.compare import bandwidth, compare, reporting, running
 from pretrain.compare.appendix import escape
-from pretrain.compare.blocks import Heading, Table, Text, as_html, as_markdown
+from pretrain.compare.blocks import Block, Heading, Table, Text, as_html, as_markdown
 from pretrain.compare.figures import pareto
 from pretrain.compare.members import Launch, launches, members
 from pretrain.compare.results import best_tried, loss_after, read_row, summaries
@@ -672,7 +672,7 @@ def test_what_each_letter_becomes_in_latex() -> None:
 
 
 def test_blocks_say_the_same_in_both_forms() -> None:
-    blocks = [Heading("Title", 1), Text("a < b", note=True), Table(["m", "x|y"], [["one", "1"]])]
+    blocks: list[Block] = [Heading("Title", 1), Text("a < b", note=True), Table(["m", "x|y"], [["one", "1"]])]
     assert as_markdown(blocks) == "# Title\n\n> a < b\n\n| m | x\\|y |\n| :-- | --: |\n| one | 1 |\n"
     page = as_html("Title", blocks)
     assert "<p class=note>a &lt; b</p>" in page

@@ -18,13 +18,13 @@ from pretrain.collectives import CollectiveCounter
 from pretrain.job import Job
 from pretrain.optim import lr_at, make_recipe, set_lr
 from pretrain.strategies import OPTIONS, choose
-from pretrain.strategies.compressed import PowerSGD, PowerSGDOptions
+from pretrain.strategies.compressed import DDPPowerSGD, PowerSGD, PowerSGDOptions
 
 Config = Callable[..., Path]
 Gradients = list[dict[str, Tensor]]  # by rank and name
 HALF = {"ddp_comm_fp16": torch.float16, "ddp_comm_bf16": torch.bfloat16}
 NAMES = [*HALF, "ddp_powersgd"]
-BASE = {
+BASE: dict[str, Any] = {
     "model.n_embd": 128,  # wide enough for two buckets of 1 MB
     "optim.name": "sgd",
     "optim.lr": 0.5,
@@ -73,7 +73,8 @@ class PaperPowerSGD(Mean):
     """Algorithms 1 and 2 of Vogels et al. 2019, matrix by matrix, with Gram and Schmidt's orthogonalisation, and Q used as it came."""
 
     def __init__(self, rank: int, start: int) -> None:
-        self.rank, self.start, self.errors = rank, start, {}
+        self.rank, self.start = rank, start
+        self.errors: dict[str, list[Tensor]] = {}
 
     def __call__(self, step: int, by_rank: Gradients) -> dict[str, Tensor]:
         if step == 1:
@@ -123,11 +124,11 @@ def simulate(path: Path, overrides: list[str], size: int, count: int, *reduces: 
 def in_ranks(ranks: Ranks, path: Path, overrides: list[str], size: int, count: int) -> drive.Weights:
     """After checking that they agree to the bit."""
     by_rank = ranks.run(drive.run, path, overrides, count, size=size)
+    first_rows, first_weights = by_rank[0]
     for rows, weights in by_rank[1:]:
-        assert rows == by_rank[0][0]
-        assert drive.largest_difference(weights, by_rank[0][1])[0] == 0
-    weights: drive.Weights = by_rank[0][1]
-    return weights
+        assert rows == first_rows
+        assert drive.largest_difference(weights, first_weights)[0] == 0
+    return first_weights
 
 
 @pytest.mark.parametrize("name", HALF)
@@ -229,7 +230,7 @@ def extras_around(path: Path, overrides: list[str], poisoned: int) -> tuple[list
     forward = job.strategy.module.forward
     for step in range(1, 7):
         factor = math.nan if step == poisoned and job.world.rank == 1 else 1.0
-        job.strategy.module.forward = lambda *args, factor=factor: (forward(*args)[0] * factor, None)  # type: ignore[method-assign]
+        job.strategy.module.forward = lambda *args, factor=factor: (forward(*args)[0] * factor, None)
         before = {name: tensor.clone() for name, tensor in job.strategy.state()["extras"].items()}
         batch, _, result = train.update(job, step, progress.position)
         train.advance(job, progress, batch)
@@ -330,4 +331,6 @@ def test_powersgd_starts_after_the_warm_up(config: Config, steps: int, warmup: i
     cfg = configs.load(
         config({**BASE, "train.max_steps": steps, "optim.warmup_steps": warmup, "strategy.name": "ddp_powersgd"}), [], OPTIONS
     )
-    assert choose(cfg, configs.layout(cfg, 2, 100), "fp32").start == start
+    strategy = choose(cfg, configs.layout(cfg, 2, 100), "fp32")
+    assert isinstance(strategy, DDPPowerSGD)
+    assert strategy.start == start

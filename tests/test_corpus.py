@@ -56,9 +56,9 @@ def make(*sources: Path, output: Path | None = None, **given: Any) -> dict[str, 
 
 
 def again(*sources: Path, output: Path | None = None, workers: int = 1, overwrite: bool = False, **given: Any) -> tuple[Any, bool]:
-    settings = Settings(**{"tokenizer": "byte", "val_fraction": 0} | given)
+    values: dict[str, Any] = {"tokenizer": "byte", "val_fraction": 0, **given}
     names = [str(source) for source in sources]
-    return prepare(names, output or sources[0].parent / "set", settings, workers=workers, overwrite=overwrite)
+    return prepare(names, output or sources[0].parent / "set", Settings(**values), workers=workers, overwrite=overwrite)
 
 
 def tokens(folder: Path, split: str = "train") -> list[int]:
@@ -317,7 +317,7 @@ def test_a_huge_document(tmp_path: Path, workers: int) -> None:
 def test_the_same_again_is_reused_at_once(tmp_path: Path) -> None:
     load("byte").save(tmp_path / "tokenizer")
     source = write_lines(tmp_path / "a.jsonl", ["a", "b"])
-    given = {"tokenizer": str(tmp_path / "tokenizer"), "val_fraction": 0}
+    given: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "val_fraction": 0}
     first = make(source, **given)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "set").rglob("*")}
     os.utime(source)

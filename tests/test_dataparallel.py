@@ -15,6 +15,7 @@ from pretrain import model as models
 from pretrain.config import ConfigError
 from pretrain.job import Job, _device_notes
 from pretrain.launch import World
+from pretrain.loader import IGNORED
 from pretrain.strategies import OPTIONS, choose
 from pretrain.strategies.dataparallel import DataParallel, SummingDataParallel
 
@@ -49,6 +50,13 @@ def gpus_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrapper, "_get_available_device_type", lambda: None)
 
 
+def gradient(module: nn.Module) -> Tensor:
+    """Of every weight, in one row."""
+    every = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+    assert len(every) == len(list(module.parameters()))
+    return torch.cat(every)
+
+
 @pytest.mark.usefixtures("gpus_on_the_cpu")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_replicas_work_on_their_own_weights_and_are_summed(config: Config, dtype: torch.dtype | None) -> None:
@@ -57,14 +65,14 @@ def test_replicas_work_on_their_own_weights_and_are_summed(config: Config, dtype
     if dtype is not None:
         module.forward = torch.autocast("cpu", dtype)(module.forward)  # as Strategy.prepare does
     inputs, targets = torch.randint(50, (3, 16)), torch.randint(50, (3, 16))
-    targets[0, :5] = models.IGNORED  # unequal numbers of targets
+    targets[0, :5] = IGNORED  # unequal numbers of targets
     loss, count = module(inputs, targets)
     loss.backward()
-    expected = torch.cat([p.grad.flatten() for p in module.parameters()])
+    expected = gradient(module)
     module.zero_grad()
 
     parallel = SummingDataParallel(module, [], dtype)
-    replicas = parallel.replicate(module, ["cpu", "cpu"])
+    replicas = parallel.replicate(module, [torch.device("cpu")] * 2)
     with torch.no_grad():
         saved = [p.clone() for p in module.parameters()]
         for p in module.parameters():
@@ -73,13 +81,13 @@ def test_replicas_work_on_their_own_weights_and_are_summed(config: Config, dtype
     with torch.no_grad():
         for p, weights in zip(module.parameters(), saved, strict=True):
             p.copy_(weights)
-    total, tokens = parallel.gather(outputs, "cpu")
+    total, tokens = parallel.gather(outputs, torch.device("cpu"))
     total.backward()
     assert total.shape == tokens.shape == ()
     assert int(tokens) == int(count) == 43
     rel = 1e-5 if dtype is None else 2e-2
     assert total.item() == pytest.approx(loss.item(), rel=rel)
-    found = torch.cat([p.grad.flatten() for p in module.parameters()])
+    found = gradient(module)
     assert torch.linalg.vector_norm(found - expected) <= rel * torch.linalg.vector_norm(expected)
 
 

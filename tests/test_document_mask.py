@@ -41,7 +41,7 @@ def packed() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
 def loss_and_gradients(model: PretrainGPT2, *batches: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     losses = [model(inputs, targets)[0] for inputs, targets in batches]
-    sum(losses).backward()  # type: ignore[union-attr]
+    sum(losses).backward()
     return float(sum(losses).detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

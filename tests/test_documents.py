@@ -278,7 +278,9 @@ def test_an_archive_of_a_large_window_is_not_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
 def test_an_array_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(json_array, "BLOCK", size)
-    rows = [{"text": t, "n": [1, {"x": None}]} for t in ["a", "", "b\n]", 'quo"te\\', "\U0001f600" * 500, "é" * 70_000]]
+    rows: list[dict[str, Any]] = [
+        {"text": t, "n": [1, {"x": None}]} for t in ["a", "", "b\n]", 'quo"te\\', "\U0001f600" * 500, "é" * 70_000]
+    ]
     path = write(tmp_path / "a.json", "\ufeff " + json.dumps(rows, indent=1) + "\n ")
     assert found(path) == [Document(f", item {n}", row["text"]) for n, row in enumerate(rows, 1)]
     assert texts(write(tmp_path / "b.json", "[]")) == []

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,9 @@ def data(tmp_path: Path) -> Path:
 def config(tmp_path: Path, data: Path) -> Callable[..., Path]:
     """config(section={…}): a run of two ranks whose model can be told to fail; one micro-batch per update."""
 
-    def write(**sections: dict[str, object]) -> Path:
-        return write_config(tmp_path / "bad.yaml", data, **{"model": {"build": "faulty:model"}, "batch": {"tokens": 64}, **sections})
+    def write(**sections: dict[str, Any]) -> Path:
+        every: dict[str, dict[str, Any]] = {"model": {"build": "faulty:model"}, "batch": {"tokens": 64}, **sections}
+        return write_config(tmp_path / "bad.yaml", data, **every)
 
     return write
 
@@ -123,7 +125,9 @@ class Case:
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Case]:
     """The chosen cases after their end; some at a time."""
-    items = [item.callspec.params for item in request.session.items if "matrix" in getattr(item, "fixturenames", ())]
+    items: list[dict[str, Any]] = [
+        item.callspec.params for item in request.session.items if isinstance(item, pytest.Function) and "matrix" in item.fixturenames
+    ]
     waiting = sorted(((params["family"], params["fault"]) for params in items), key=lambda case: list(FAULTS).index(case[1]))
     place = tmp_path_factory.mktemp("matrix")
     data = make_set(place / "set")
@@ -166,7 +170,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, L
     """`pretrain train` with each of these faults on rank 1, and what a rank alone finds wrong before step 1: (status, the launch)."""
     place = tmp_path_factory.mktemp("launched")
     train = {"max_steps": 50, "checkpoint_every": 2, "hang_timeout": 3}
-    keys = {"model": {"build": "faulty:model"}, "batch": {"tokens": 64}, "train": train}
+    keys: dict[str, dict[str, Any]] = {"model": {"build": "faulty:model"}, "batch": {"tokens": 64}, "train": train}
     path = write_config(place / "bad.yaml", make_set(place / "sets" / "set0"), **keys)
     by_rank = write_config(place / "by_rank.yaml", place / "sets" / "set${oc.env:RANK,0}", **keys)
     late = place / "late"

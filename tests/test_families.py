@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from group import Ranks
+from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from pretrain import config as configs
@@ -69,7 +70,8 @@ def test_interrupted_is_uninterrupted_bit_for_bit(ranks: Ranks, config: Config) 
             if rank == 0:
                 assert key_rows(parts) == key_rows(rows), name
                 rel = 1e-5 if STRATEGIES[name].exact else 0.02
-                assert val_losses(rows)[:2] == [(step, pytest.approx(loss, rel=rel)) for step, loss in expected], name
+                near: list[tuple[int, Any]] = [(step, pytest.approx(loss, rel=rel)) for step, loss in expected]
+                assert val_losses(rows)[:2] == near, name
 
 
 def val_losses(rows: drive.Rows) -> list[tuple[int, float]]:
@@ -87,6 +89,7 @@ def chain(path: Path, names: Sequence[str], moments: bool = False) -> tuple[list
         weights.append((f"{name} ends", held(job, moments)))
         job.loader.close()
         if job.is_main:
+            assert job.tracker is not None
             job.tracker.finish()
             losses = [(name, row["loss"]) for row in drive.lines(job.cfg.folder / "metrics.jsonl") if "loss" in row]
         drive.leave()
@@ -213,6 +216,7 @@ def with_options(path: Path) -> list[tuple[drive.Rows, drive.Weights, int, int]]
         overrides = [f"strategy.name={name}", *(f"strategy.options.{option}" for option in given), f"run.name=variant{k}"]
         job, progress = drive.begin(path, overrides)
         rows = drive.steps(job, progress, 2)
+        assert job.control is not None
         with CollectiveCounter(leave_out=[job.control]) as counter:
             rows += drive.steps(job, progress, 1)
         job.loader.close()
@@ -234,11 +238,12 @@ def test_options_change_how_and_not_what(ranks: Ranks, config: Config) -> None:
 
 def samples(path: Path, names: Sequence[str]) -> dict[str, drive.Weights]:
     """What a sample is drawn from, on the main process."""
-    found = {}
+    found: dict[str, drive.Weights] = {}
     for name in names:
         job, _ = drive.begin(path, [*options(name), f"run.name={name}-sample"])
         with train.whole_model(job) as module:
             if job.is_main:
+                assert module is not None
                 found[name] = {
                     key: tensor.detach().numpy().copy() for key, tensor in module.state_dict().items() if key != "lm_head.weight"
                 }
@@ -259,9 +264,8 @@ def what_is_in_use(path: Path, cells: Sequence[tuple[str, str]]) -> list[dict[st
     for name, precision in cells:
         job, _ = drive.begin(path, [*options(name), f"run.precision={precision}", f"run.name={name}-{precision}"])
         job.loader.close()
-        found.append(
-            configs.OmegaConf.to_container(configs.OmegaConf.load(job.cfg.folder / "config.yaml"))["facts"]["in_use"] if job.is_main else {}
-        )
+        written: Any = OmegaConf.to_container(OmegaConf.load(job.cfg.folder / "config.yaml")) if job.is_main else None
+        found.append(written["facts"]["in_use"] if job.is_main else {})
         drive.leave()
     return found
 

@@ -221,7 +221,7 @@ def test_end_rotation_and_a_finished_run(forks: Forks, whole: Launch, place: Pat
 
 
 @pytest.fixture
-def start(whole: Launch, place: Path, path: Path) -> Callable[[str], resume.Start]:
+def start(whole: Launch, place: Path, path: Path) -> Callable[..., resume.Start]:
     """start("auto"): where run.resume=auto would start, in the finished run's folder."""
     return lambda value, name="whole": resume.find_start(config.load(path, [f"run.name={name}", f"run.resume={value}"]), print)
 

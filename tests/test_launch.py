@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,9 @@ def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path)
     second = ("personal", "pretrain train, personal", "torchrun")  # which wants the first form's port
     for with_home in (False, True):
         chosen = {name: (command, place / "runs" / name) for name, (_, command) in forms.items() if (name in second) == with_home}
-        env = {"HF_HOME": str(home), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if with_home else {"HF_HOME": str(tmp_path / "none")}
+        env: dict[str, Any] = (
+            {"HF_HOME": str(home), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if with_home else {"HF_HOME": str(tmp_path / "none")}
+        )
         for name, (status, started) in run_all(chosen, cwd=elsewhere, **env).items():
             assert status == 0, f"{name}\n{started.story()}"
             done[name] = started

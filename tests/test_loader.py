@@ -19,7 +19,8 @@ from pretrain import loader as subject
 from pretrain.config import ConfigError, Layout
 from pretrain.loader import IGNORED, Loader, evaluation_batches, open_sets
 from pretrain.order import shares
-from pretrain.shards import HEADER, TokenStream, open_shard, open_split
+from pretrain.shards import TokenStream, open_split
+from pretrain.token_files import HEADER, open_shard
 
 T = 16
 CPU = torch.device("cpu")
@@ -30,7 +31,8 @@ class NumberedStream:
     """Window k is k, T times; the window's target of its last token is k + 1."""
 
     def __init__(self, windows: int) -> None:
-        self.tokens, self.reads = windows * T + 1, []
+        self.tokens = windows * T + 1
+        self.reads: list[tuple[int, int]] = []
         self.fingerprint, self.manifest, self.name = "numbered", None, "numbered"
 
     def windows(self, T: int) -> int:
@@ -235,7 +237,7 @@ def test_all_tokens_but_a_remainder_below_one_window_are_used(loaders: Loaders, 
 @settings(max_examples=25, deadline=None)
 @given(weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4), sizes=st.lists(st.integers(3, 40), min_size=4, max_size=4))
 def test_a_mixture_holds_its_shares_and_each_source_its_epochs(weights: list[float], sizes: list[int]) -> None:
-    streams = [NumberedStream(n) for n in sizes[: len(weights)]]
+    streams: list[Any] = [NumberedStream(n) for n in sizes[: len(weights)]]
     loader = Loader(streams, shares(weights), layout(), rank=0, seed=3, shuffle=True, vocab_size=10**9, device=CPU)
     source, window = loader.window_ids(np.arange(600))
     loader.close()
@@ -255,7 +257,7 @@ def test_a_mixture_is_the_same_for_any_layout(weights: list[float], start: int) 
     for L in (layout(1, 1, 8), layout(2, 2, 2), layout(4, 2, 1)):
         order: list[int] = []
         for rank in range(L.world_size):
-            streams = [LetteredStream(5 + 3 * k, k) for k in range(len(weights))]
+            streams: list[Any] = [LetteredStream(5 + 3 * k, k) for k in range(len(weights))]
             loader = Loader(streams, shares(weights), L, rank=rank, seed=3, shuffle=True, vocab_size=10**9, device=CPU)
             order += [int(row[0]) for micro in loader.global_batch(start) for row in micro.inputs]
             loader.close()
@@ -389,7 +391,8 @@ def test_training_files_cannot_validate(make_set: Callable[..., Path], config: C
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 2)])
 def test_evaluation_deals_fixed_windows_evenly(windows: int, world: int, micro: int) -> None:
     """The first windows in file order, each once over all ranks; the same number of batches on every rank."""
-    by_rank = [list(evaluation_batches(NumberedStream(9), T, micro, windows, rank, world, 50, CPU)) for rank in range(world)]
+    stream: Any = NumberedStream(9)
+    by_rank = [list(evaluation_batches(stream, T, micro, windows, rank, world, 50, CPU)) for rank in range(world)]
     assert {len(batches) for batches in by_rank} == {-(-windows // (micro * world))}
     seen = Counter(int(x[0]) for batches in by_rank for inputs, targets in batches
                    for x, y in zip(inputs, targets, strict=True) if y[0] != IGNORED)  # fmt: skip

@@ -39,7 +39,7 @@ from pretrain.corpus.documents import Document, Reading
 from pretrain.shards import ShardError, open_split, read_manifest
 from pretrain.tokenization import load, load_tokenizer
 
-BYTES = {"tokenizer": "byte", "val_fraction": 0.2}
+BYTES: dict[str, Any] = {"tokenizer": "byte", "val_fraction": 0.2}
 
 
 @pytest.fixture(autouse=True)
@@ -358,7 +358,7 @@ def test_a_part_is_whole_when_its_process_says_so(folder: Path, tmp_path: Path, 
     """Other tasks of the array look while it is still at work; what is left to it may yet fail."""
     output, inputs = tmp_path / "set", [folder / name for name in names]
     make(*inputs, output=output, part=(1, 2))
-    changed = preparation.Source.changed
+    changed = sources.Source.changed
     asked: list[str] = []
 
     def in_the_meantime(*_: Any) -> Any:
@@ -371,7 +371,7 @@ def test_a_part_is_whole_when_its_process_says_so(folder: Path, tmp_path: Path, 
         return changed(source)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation.Source, "changed", changing)
+        patch.setattr(sources.Source, "changed", changing)
         patch.setattr(preparation, "share", lambda *given: in_the_meantime() or parts.share(*given))
         make(*inputs, output=output, part=(2, 2))
     assert "part 2 is unfinished; run --part 2/2 again" in asked[-1]
@@ -445,7 +445,7 @@ def test_a_duplicate_in_fragments_goes_as_a_whole(tmp_path: Path, monkeypatch: p
     names = [tmp_path / name for name in ("lf.txt", "crlf.txt", "rows.jsonl", "other.txt")]
     pieces = [len(list(formats.read(source, Reading(), True))) for source in sources.find_sources(map(str, names))[0]]
     assert pieces == [2, 3, 1, 2]
-    given = {"deduplicate": True, "val_fraction": 0}
+    given: dict[str, Any] = {"deduplicate": True, "val_fraction": 0}
     make(names[0], names[3], output=tmp_path / "once", **given)
     for number in range(1, count + 1):
         make(*names, output=tmp_path / "all", part=(number, count) if count > 1 else None, **given)
@@ -510,7 +510,7 @@ def test_a_large_text_in_fragments_is_the_text_at_once(tmp_path: Path, monkeypat
     (tmp_path / "b.txt").write_text("the end " * 200)
     names = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for fraction in (0.05, 0.3, 0.5) if split == "tail" else (0.5,):
-        given = {"tokenizer": tokenizer, "val_split": split, "val_fraction": fraction}
+        given: dict[str, Any] = {"tokenizer": tokenizer, "val_split": split, "val_fraction": fraction}
         whole = make(*names, output=tmp_path / f"whole{fraction}", **given)
         with monkeypatch.context() as patch:
             patch.setattr("pretrain.corpus.lines.PIECE", 100)
@@ -546,6 +546,10 @@ def test_standard_input_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         prepare(["-"], tmp_path / output, Settings(**BYTES), workers=1, format=".csv")
 
+    def counting(self: tokenise.Tokenise, task: Any) -> Any:
+        done.append(task.number)
+        return call(self, task)
+
     def adding(self: parts.Part, result: Any) -> None:
         add(self, result)
         if len(self.done) == 4:
@@ -557,7 +561,7 @@ def test_standard_input_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest
             prepare_it(data, "set")
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
-        patch.setattr(tokenise.Tokenise, "__call__", lambda self, task: (done.append(task.number), call(self, task))[1])
+        patch.setattr(tokenise.Tokenise, "__call__", counting)
         prepare_it(again, "set")
     assert done[0] == (4 if same else 0)
     prepare_it(again, "whole")
@@ -579,7 +583,7 @@ def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -
     name = DatasetName(path, streaming=kind == "streamed")
 
     def prepare_it(output: str, part: tuple[int, int] | None = None, dataset: DatasetName = name) -> tuple[Any, bool]:
-        return prepare([], tmp_path / output, Settings(**BYTES), workers=1, part=part, dataset=dataset)  # type: ignore[arg-type]
+        return prepare([], tmp_path / output, Settings(**BYTES), workers=1, part=part, dataset=dataset)
 
     manifest, reused = prepare_it("set")
     assert not reused
@@ -596,7 +600,7 @@ def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -
     with pytest.raises(CorpusError, match="--dataset"):
         prepare_it("other", None, DatasetName(path, split="nope"))
     with pytest.raises(CorpusError, match="no column 'body'"):
-        prepare([], tmp_path / "body", Settings(**BYTES, text_field="body"), workers=1, dataset=name)  # type: ignore[arg-type]
+        prepare([], tmp_path / "body", Settings(**BYTES, text_field="body"), workers=1, dataset=name)
 
 
 def test_a_broken_row_of_a_streamed_dataset_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ BASE = {"train.max_steps": START, "train.checkpoint_every": START, "optim.grad_c
 
 def canonical(path: Path) -> dict[str, bytes]:
     """The bytes of every weight and moment, whatever files hold parts of it."""
-    found = {}
+    found: dict[str, bytes] = {}
     for group in ("model", "optimizer"):
         entries = HuggingFaceStorageReader(str(path / group)).read_metadata().state_dict_metadata
         tensors: dict[str, Any] = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}  # type: ignore[union-attr]

@@ -43,8 +43,8 @@ def write(folder: Path, kind: str, documents: list[list[int]]) -> TokenStream:
     else:
         first = [[EOS, *document] for document in documents] if kind == "begun" else [[*document, EOS] for document in documents]
         tokens = foreign.flat(first)
-        for number, half in enumerate((tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])):
-            foreign.npy(folder / f"{number}.npy", [half])
+        for number, piece in enumerate((tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :])):
+            foreign.npy(folder / f"{number}.npy", [piece])
     return open_split(folder, "all")
 
 

@@ -18,12 +18,12 @@ from pretrain.shards import (
     ShardWriter,
     TokenStream,
     fingerprint,
-    open_shard,
     open_split,
     read_manifest,
     token_dtype,
     write_manifest,
 )
+from pretrain.token_files import open_shard
 
 U16, U32 = np.dtype("<u2"), np.dtype("<u4")
 
@@ -63,7 +63,7 @@ def test_the_dtype_holds_the_vocabulary() -> None:
 
 def test_tokens_of_another_width_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="int64 tokens for a uint16 shard"):
-        ShardWriter(tmp_path, "train", U16).append(np.array([70000]))  # type: ignore[arg-type]
+        ShardWriter(tmp_path, "train", U16).append(np.array([70000]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -289,12 +289,9 @@ def stage_and_count(path: Path, scratch: Path) -> Told:
             written.append(path)
             super().__init__(path)
 
-    ours = staging.HashedFile
-    staging.HashedFile = Counted  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "HashedFile", Counted)
         sets = stage(opened(path), str(scratch), lambda line: (path.parent / f"{line.split()[0]} {os.getpid()}").touch())
-    finally:
-        staging.HashedFile = ours  # type: ignore[misc]
     return Told(len(written), content(sets.train[0]))
 
 

@@ -15,6 +15,7 @@ from group import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pretrain import train
 from pretrain.step_parts import blocks_of
 from pretrain.strategies import STRATEGIES
 from pretrain.tracing import merged, uncovered
@@ -38,7 +39,7 @@ def measured(path: Path, variants: Mapping[str, list[str]]) -> dict[str, tuple[d
     found = {}
     for name, overrides in variants.items():
         job, progress = drive.begin(path, [*overrides, f"run.name={name}", "train.step_parts=true"])
-        drive.train.train(job, progress)
+        train.train(job, progress)
         if dist.is_initialized():
             total = torch.ones(3)
             dist.all_reduce(total)
@@ -96,7 +97,7 @@ def test_what_a_slow_network_takes_is_communication(ranks: Ranks, config: Config
 def traced(path: Path, overrides: list[str]) -> tuple[list[str], list[str], float]:
     """(names of the trace's spans, files of `logs/`, seconds of tracing that count apart from training)."""
     job, progress = drive.begin(path, overrides)
-    drive.train.train(job, progress)
+    train.train(job, progress)
     job.loader.close()
     if job.tracker:
         job.tracker.finish()

@@ -203,9 +203,11 @@ def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
     `--signal=USR1` comes to every process of a step at once, with a `B:` to the launcher alone. No trainer is left."""
     one = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     reached = 0
-    for flags, ask, reason in [(one, send(TERM), "the launcher is gone"), (several(2), send(TERM), "SIGTERM"),
-                               (several(2), ctrl_c, "SIGINT"), (several(2), send(KILL), "the launcher is gone"),
-                               (several(2), send(USR1), "the launcher is gone"), (several(2), usr1_to_all, ("SIGUSR1", "the launcher is gone"))]:  # fmt: skip
+    forms: list[tuple[list[str], Callable[[Launch], None], str | tuple[str, ...]]]
+    forms = [(one, send(TERM), "the launcher is gone"), (several(2), send(TERM), "SIGTERM"),
+             (several(2), ctrl_c, "SIGINT"), (several(2), send(KILL), "the launcher is gone"),
+             (several(2), send(USR1), "the launcher is gone"), (several(2), usr1_to_all, ("SIGUSR1", "the launcher is gone"))]  # fmt: skip
+    for flags, ask, reason in forms:
         with launch(accelerate(flags, config), folder, cwd=tmp_path) as started:
             go_on(started, reached)
             ask(started)
@@ -282,8 +284,10 @@ def test_during_a_checkpoint_and_twice(forks: Forks, config: Path, folder: Path,
     here.unlink()
     alone = forks.start(config, *every, size=1, out=tmp_path / "twice.out", GATE_SAVE=str(gate))
     alone.wait_for_file(here)
+    pid = alone.ranks[0].pid
+    assert pid is not None
     for number in (TERM, INT):
-        os.kill(alone.ranks[0].pid, number)
+        os.kill(pid, number)
     assert alone.wait(5) == [1]
     reason = json.loads((folder / "status.json").read_text())["reason"]
     assert reason in (
@@ -352,7 +356,7 @@ def test_how_early_a_time_limit_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
         clock, subject = 0.0, stopping.TimeLimit(limit, 0.0, lambda: save_seconds, interval)
         for seconds in (0.0, 1.0, 5.0, *[1.0] * 1000):
             clock += seconds
-            monkeypatch.setattr(stopping.time, "time", lambda now=clock: now)
+            monkeypatch.setattr(time, "time", lambda now=clock: now)
             if subject.reached():
                 return clock
         raise AssertionError("never")

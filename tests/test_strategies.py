@@ -259,7 +259,7 @@ def poison(job: Job, rank: int, step: int) -> None:
         at = 1 + next(calls) // job.layout.accumulation
         return loss_sum * (math.nan if at == step else 1.0), tokens
 
-    job.strategy.module.forward = poisoned  # type: ignore[method-assign]
+    job.strategy.module.forward = poisoned
 
 
 def train_poisoned(path: Path, overrides: list[str], rank: int, step: int) -> tuple[str, drive.Weights, drive.Rows, list[str]]:

@@ -135,7 +135,8 @@ def test_a_tracker_that_fails_is_switched_off_with_one_line(
 
 def test_a_real_offline_run_keeps_its_id_over_restarts(cfg: Callable[..., Config], tmp_path: Path) -> None:
     """Two starts are one W&B run; every line arrives, with the step as a metric like any other."""
-    sent = [[{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.5}], [{"step": 2, "loss": math.nan}, {"step": 2, "val_loss": 3.0}]]
+    sent: list[list[dict[str, Any]]] = [[{"step": 0, "val_loss": 4.0}, {"step": 1, "loss": 3.5}],
+                                        [{"step": 2, "loss": math.nan}, {"step": 2, "val_loss": 3.0}]]  # fmt: skip
     for rows in sent:
         tracker = Tracker(cfg(wandb="offline", tags=("a", "b"), project="p"), FACTS, rows[0]["step"], pytest.fail)
         for row in rows:

@@ -288,7 +288,11 @@ def test_tasks_of_an_array_have_runs_of_their_own(cluster: Cluster, place: Path)
     job = cluster.submit("--array=3-4", "--nodes=1", SCRIPT, "my config.yaml", "train.max_steps=2", cwd=place, **environment)
     for task in (3, 4):
         folder = place / "runs" / f"my config-{task}"
-        job.until(f"task {task} finished", lambda folder=folder: (read_status(folder) or {}).get("state") == "finished")
+
+        def finished(folder: Path = folder) -> bool:
+            return (read_status(folder) or {}).get("state") == "finished"
+
+        job.until(f"task {task} finished", finished)
 
 
 STUB = """#!/bin/bash
