@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 # Dense peak FLOP/s with fp32 accumulation: {name: (16-bit, fp32 through TF32 where there is that)}, as the makers' data sheets have them,
-# without sparsity. RTX and MI300X are from memory: check these rows before you quote an MFU.
+# without sparsity. Those of RTX (at boost clock) and MI300X are as others quote their makers: look them up before you publish an MFU.
 PEAKS = {
     "B200": (2250e12, 1125e12),
     "H200": (989.4e12, 494.7e12),

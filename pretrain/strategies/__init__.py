@@ -1,7 +1,10 @@
 """One key chooses how the work is spread over processes. A new strategy is a new file and a line here."""
 
+import gc
+import sys
 from dataclasses import replace
 
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from pretrain.config import Config, ConfigError, Layout, build_options
@@ -58,9 +61,17 @@ def choose(cfg: Config, layout: Layout, precision: str, launched: Launched | Non
 
 
 def release() -> None:
-    """Forget what Accelerate keeps for the whole process, so that another strategy can start in the same process group."""
+    """Forget what Accelerate keeps for the whole process, so that another strategy can start in the same process group, and end the groups
+    beside it: gloo's threads of each look for work a hundred times a second, and a hundred groups leave a core time for little else."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    if dist.is_initialized():
+        deepspeed = sys.modules.get("deepspeed")  # keeps one of its own for the next engine
+        destroy = deepspeed.comm.destroy_process_group if deepspeed and deepspeed.comm.is_initialized() else dist.destroy_process_group
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group != dist.group.WORLD and not group.group_desc.startswith("mesh_"):  # torch's caches know those of a mesh by name
+                destroy(group)
+    gc.collect()  # which ends those threads
 
 
 def _sized(cfg: Config, shard_size: int) -> Config:
