@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,11 +116,11 @@ def _kernel(name: str) -> Callable[..., Any]:
     def kernel(keys: torch._C.DispatchKeySet, *values: Any) -> Any:
         given = dict(zip(arguments, values, strict=False))  # defaults at the end may be missing
         call = Call(name, _OPERATORS[name][0], given, dist.ProcessGroup.unbox(given["process_group"]), keys & below)
-
-        def through(layers: tuple[Layer, ...]) -> Any:
-            return layers[-1](call, lambda: through(layers[:-1])) if layers else operator.redispatch(keys & below, *values)
-
-        return through(_layers)
+        proceed = partial(operator.redispatch, keys & below, *values)
+        # No function here may refer to itself: only a garbage collection would free its tensors, and none runs during an update.
+        for layer in _layers:
+            proceed = partial(layer, call, proceed)
+        return proceed()
 
     return kernel
 

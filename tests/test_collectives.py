@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import gc
 import importlib.util
 import math
 import multiprocessing
@@ -299,20 +300,55 @@ def steps_alone(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[list[fl
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_strategy_steps_without_collectives(ranks: Ranks, config: Callable[..., Path], world: int) -> None:
+def every_strategy(world: int) -> dict[str, list[str]]:
+    """Name -> overrides with which two updates have all of its collectives, on so many processes."""
     options = {"ddp_powersgd": ["strategy.options.start_step=2"], "local_sgd": ["strategy.options.sync_every=2"],
                "diloco": ["strategy.options.sync_every=2"], "deepspeed3": ["strategy.options.stage3_param_persistence_threshold=0"]}  # fmt: skip
     names = [name for name, cls in STRATEGIES.items() if cls.processes[0] <= world <= cls.processes[1]]
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if not name.startswith("deepspeed")]
-    each = [[f"strategy.name={name}", *options.get(name, [])] for name in names]
-    for found in ranks.run(steps_alone, config({"batch.micro": 1}), each, size=world):
+    return {name: [f"strategy.name={name}", *options.get(name, [])] for name in names}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_strategy_steps_without_collectives(ranks: Ranks, config: Callable[..., Path], world: int) -> None:
+    names = every_strategy(world)
+    for found in ranks.run(steps_alone, config({"batch.micro": 1}), list(names.values()), size=world):
         for name, (numbers, issued, sent, total) in zip(names, found, strict=True):
             assert all(map(math.isfinite, numbers)), f"{name}: {numbers}"
             assert issued, name
             assert not sent, f"{name}: {sent}"
             assert total == world, name
+
+
+def left_to_collect(path: Path, each: Sequence[Sequence[str]]) -> list[list[tuple[int, ...]]]:
+    """Of each: shapes of the tensors that nothing but a garbage collection frees, after two updates whose collectives a layer sees."""
+    import drive
+
+    found = []
+    for k, overrides in enumerate(each):
+        job, progress = drive.begin(path, [*overrides, f"run.name=left{k}"])
+        drive.steps(job, progress, 2)
+        gc.collect()
+        gc.disable()
+        with CollectiveCounter(), intercepted(slow(None)):
+            drive.steps(job, progress, 2)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        gc.enable()
+        found.append([tuple(left.shape) for left in gc.garbage if isinstance(left, torch.Tensor)])
+        gc.garbage.clear()
+        job.loader.close()
+        drive.leave()
+    return found
+
+
+def test_an_update_leaves_no_tensor_to_the_garbage_collector(ranks: Ranks, config: Callable[..., Path]) -> None:
+    """Which does not run between the updates of a training: they would pile up, and every update take new memory."""
+    names = every_strategy(2)
+    for found in ranks.run(left_to_collect, config(), list(names.values()), size=2):
+        assert {name: left for name, left in zip(names, found, strict=True) if left} == {}
 
 
 def test_a_ring_sends_what_patarasuk_and_yuan_say() -> None:
