@@ -20,12 +20,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import BIN, START, launch, make_set, run, write_config
+from matplotlib.figure import Figure
 
 from pretrain import cli, runfolder
-from pretrain.compare import bandwidth, compare, reporting, running
+from pretrain.compare import bandwidth, compare, figures, reporting, running
 from pretrain.compare.appendix import escape
 from pretrain.compare.blocks import Block, Heading, Table, Text, as_html, as_markdown
-from pretrain.compare.figures import pareto
 from pretrain.compare.members import Launch, launches, members
 from pretrain.compare.results import best_tried, loss_after, read_row, summaries
 from pretrain.compare.running import owned
@@ -643,6 +643,21 @@ def test_the_files_of_a_report(tmp_path: Path) -> None:
     assert r"version of torch & 2.13\_0" in tex
 
 
+def test_a_legend_has_room(tmp_path: Path) -> None:
+    names = [f"diloco: a baseline, lr=0.00{k}" for k in range(10)]
+    made = plan(tmp_path, "learning", *({"member": name, "strategy": "ddp", "sent": 100 * k} for k, name in enumerate(names)))
+    canvas = Figure(figsize=(figures.COLUMN, figures.COLUMN))
+    assert figures.FIGURES["loss_bytes"][1](canvas.add_subplot(), summaries(reporting.read(made).rows))
+    (legend,) = canvas.legends
+    assert len(legend.get_texts()) == 9, "one of them sends nothing"
+    assert legend.get_window_extent().width <= canvas.bbox.width
+
+
+def test_every_member_has_its_own_line() -> None:
+    looks = [figures.style(k) for k in range(2 * len(OPTIONS))]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(looks)
+
+
 def test_the_report_says_how_a_network_was_emulated(tmp_path: Path) -> None:
     asked = {"bandwidth_gbit": 0.5, "latency_ms": 3.0}
     plan(tmp_path, "speed", {"member": "ddp"}, network=asked)
@@ -690,7 +705,7 @@ def test_one_gigabit_and_one_second() -> None:
 
 @given(st.lists(st.tuples(st.floats(1, 10), st.floats(1, 10)), min_size=1))
 def test_the_front_is_what_nobody_beats(points: list[tuple[float, float]]) -> None:
-    front = pareto(points)
+    front = figures.pareto(points)
     for memory, speed in points:
         beaten = any(m <= memory and s >= speed and (m, s) != (memory, speed) for m, s in points)
         assert ((memory, speed) in front) == (not beaten)
@@ -720,6 +735,7 @@ def test_tables_leave_out_what_nobody_has(tmp_path: Path) -> None:
 # The real thing.
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_a_comparison_that_is_interrupted_goes_on(tmp_path: Path) -> None:
     """ddp, a local method, and a member that is refused."""

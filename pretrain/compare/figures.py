@@ -45,17 +45,17 @@ def draw(summaries: Sequence[Summary], folder: Path) -> list[Figure]:
 
 
 def style(index: int) -> dict[str, Any]:
-    look = STYLES[index % len(STYLES)]
+    """Another pair of colour and dash for each of the first len(STYLES)² members."""
     return {
-        "color": look["color"],
-        "linestyle": look["linestyle"],
+        "color": STYLES[index % len(STYLES)]["color"],
+        "linestyle": STYLES[(index + index // len(STYLES)) % len(STYLES)]["linestyle"],
         "marker": _MARKERS[index % len(_MARKERS)],
         "markersize": 3.5,
         "linewidth": 1,
     }
 
 
-def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summary]], bool]:
+def losses_over(x: str, label: str, unit: float, scale: str = "linear") -> Callable[[Any, Sequence[Summary]], bool]:
     """Training loss of every member, the mean over its seeds; the first twentieth, which would flatten the rest, is left out."""
 
     def plot(axes: Any, summaries: Sequence[Summary]) -> bool:
@@ -64,9 +64,9 @@ def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summ
             curves = [row.run.series("loss", x) for row in summary.finished if row.run]
             name = f"{summary.member} ({why})" if (why := too_short(summary)) else summary.member
             length = min(len(values) for _, values in curves)
-            if length < 2:
-                continue
             over = np.mean([positions[:length] for positions, _ in curves], axis=0) / unit
+            if length < 2 or not over.any():  # one process has sent nothing
+                continue
             values = np.array([values[:length] for _, values in curves])
             first = length // 20
             look = style(k)
@@ -74,8 +74,11 @@ def losses_over(x: str, label: str, unit: float) -> Callable[[Any, Sequence[Summ
             if len(values) > 1:
                 low, high = (edge(values, axis=0)[first:] for edge in (np.min, np.max))
                 axes.fill_between(over[first:], low, high, color=look["color"], alpha=0.15, linewidth=0)
-        _labels(axes, label, "training loss (nats per token)", legend=bool(axes.lines))
-        return bool(axes.lines)
+        if not axes.lines:
+            return False
+        axes.set_xscale(scale)
+        _labels(axes, label, "training loss (nats per token)")
+        return True
 
     return plot
 
@@ -167,18 +170,22 @@ def time_of_an_update(axes: Any, summaries: Sequence[Summary]) -> bool:
     return True
 
 
-def _labels(axes: Any, x: str, y: str, legend: bool = True) -> None:
+def _labels(axes: Any, x: str, y: str) -> None:
+    """And the legend below, in as many columns as there is room for."""
     axes.set_xlabel(x, fontsize=7)
     axes.set_ylabel(y, fontsize=7)
-    if legend:
-        names = axes.get_legend_handles_labels()[1]
-        axes.figure.legend(loc="outside lower center", ncols=3, fontsize=5 if len(names) > 9 else 6, frameon=False, handlelength=2.4)
+    size = 5 if len(axes.get_legend_handles_labels()[1]) > 9 else 6
+    for columns in (3, 2, 1):
+        legend = axes.figure.legend(loc="outside lower center", ncols=columns, fontsize=size, frameon=False, handlelength=2.4)
+        if columns == 1 or legend.get_window_extent().width <= axes.figure.bbox.width:
+            return
+        legend.remove()
 
 
 FIGURES: dict[str, tuple[str, Callable[[Any, Sequence[Summary]], bool]]] = {
     "loss_tokens": ("Training loss after equal tokens; the band is the range over seeds.", losses_over("tokens", "million tokens", 1e6)),
     "loss_seconds": ("Training loss after equal training time.", losses_over("train_seconds", "seconds of training", 1)),
-    "loss_bytes": ("Training loss against what each rank has sent.", losses_over("wire_bytes_total", "MB sent by each rank", 1e6)),
+    "loss_bytes": ("Training loss against what each rank has sent.", losses_over("wire_bytes_total", "MB sent by each rank", 1e6, "log")),
     "memory_speed": ("Memory against speed; the dashed line joins those that no other beats in both.", memory_against_speed),
     "update": ("Where the time of an update goes; communication is what computing does not hide.", time_of_an_update),
     "scaling": ("Speed over the number of processes.", scaling),
