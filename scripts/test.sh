@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# Sets up, lints, checks types, runs the tests. Arguments go to pytest: scripts/test.sh tests/test_loader.py
+# Sets up, lints, checks types, runs the tests; those of half a minute or more, too, with --all, as CI does.
+# Other arguments go to pytest: scripts/test.sh tests/test_loader.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+if [ "${1-}" = --all ]; then
+  shift
+  set -- -m "not slow" "$@"
+fi
 
 ./scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 WANDB_MODE=offline

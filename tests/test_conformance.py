@@ -23,6 +23,7 @@ def conformance(*arguments: object, seconds: float) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
+@pytest.mark.long
 def test_a_few_faults_of_a_fixed_seed() -> None:
     done = conformance("--seed", 5, "--trials", 4, "--processes", 2, "--strategies", "ddp,fsdp2", "--real", 0, seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr

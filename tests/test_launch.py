@@ -56,6 +56,7 @@ def written(line: str, path: Path) -> list[str]:
     return [str(BIN / program), *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words)]
 
 
+@pytest.mark.long
 def test_forms_train_to_the_same_losses(place: Path, path: Path, tmp_path: Path) -> None:
     """The README's four, and some more."""
     home = tmp_path / "home"

@@ -59,7 +59,7 @@ def possible(size: int) -> list[str]:
     return [name for name, cls in STRATEGIES.items() if cls.processes[0] <= size <= cls.processes[1] and (size > 1 or cls.exact)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_loaded_and_saved_again_it_is_the_same_to_the_byte(ranks: Ranks, first: tuple[Path, Path], size: int) -> None:
     """And trained on, it loses what one process does."""
     path, start = first

@@ -76,6 +76,7 @@ def run(folder: Path, command: str, forks: Forks | None = None) -> str:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_every_command_of_the_readme_runs_in_its_order(sandbox: Path, forks: Forks) -> None:
     """Those that launch the quickstart's run are test_launch.py's."""
@@ -218,6 +219,7 @@ def test_setup_makes_a_broken_environment_anew_whatever_its_stamp_says(tmp_path:
     assert calls() == []
 
 
+@pytest.mark.long
 @pytest.mark.launch
 @pytest.mark.skipif(not set_up(), reason="needs a .venv that scripts/setup.sh has brought up to date: else the test would change it")
 def test_the_quickstart_runs_and_says_that_it_is_done_when_called_again(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_blocks_are_whole_rounds_or_meet_no_synchronisation(round_: int) -> None
     assert steps % round_ == 0 or steps * (2 + 2 * pairs) < round_
 
 
+@pytest.mark.long
 def test_the_parts_of_every_strategy(ranks: Ranks, config: Config, tmp_path: Path) -> None:
     """They add up, their bytes are those of the formula, what was trained is what is trained without, and the collectives are back."""
     variants = {name: [f"strategy.name={name}"] for name, cls in STRATEGIES.items() if cls.processes[0] <= 2 <= cls.processes[1]}

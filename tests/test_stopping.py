@@ -198,6 +198,7 @@ def send(number: int) -> Callable[[Launch], None]:
     return lambda started: started.signal(number)
 
 
+@pytest.mark.long
 def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
     """Accelerate's launcher dies of SIGTERM with one process and forwards it with two; killed, or by SIGUSR1, it can do neither. Slurm's
     `--signal=USR1` comes to every process of a step at once, with a `B:` to the launcher alone. No trainer is left."""

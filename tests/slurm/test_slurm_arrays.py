@@ -96,6 +96,7 @@ def test_prepare_says_how_it_is_meant(cluster: Cluster, tmp_path: Path) -> None:
         job.wait_for(said)
 
 
+@pytest.mark.long
 def test_a_sweep_with_a_member_that_fails(cluster: Cluster, tmp_path: Path) -> None:
     make_set(tmp_path / "set")
     write_config(tmp_path / "tiny.yaml", tmp_path / "set", run={"dir": "runs"}, train={"max_steps": 3, "eval_every": 3})
@@ -124,6 +125,7 @@ def test_a_sweep_with_a_member_that_fails(cluster: Cluster, tmp_path: Path) -> N
     assert (runs / "tiny-lr=1e-3" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_the_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     """As they stand, on CPUs: a task for each GPU that they ask for."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -152,6 +154,7 @@ def test_the_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     assert len((tmp_path / "runs" / "rates" / "summary.md").read_text().splitlines()) == 4
 
 
+@pytest.mark.long
 def test_a_sweep_that_grows_does_not_move_who_has_started(cluster: Cluster, tmp_path: Path) -> None:
     """The K-th member is another one by the time that task K is requeued; what it began with is what it goes on with."""
     make_set(tmp_path / "set")
@@ -168,6 +171,7 @@ def test_a_sweep_that_grows_does_not_move_who_has_started(cluster: Cluster, tmp_
     assert not (runs / "tiny-lr=2e-3").exists()
 
 
+@pytest.mark.long
 def test_a_comparison_as_an_array(cluster: Cluster, tmp_path: Path) -> None:
     """A member for more processes than the job has is told so; the last task writes the report; again, everything is done."""
     make_set(tmp_path / "set")

@@ -112,7 +112,7 @@ def test_what_cannot_be_said_ends_no_job() -> None:
     assert ran.returncode == 75
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "hsdp"))])
 def test_two_nodes_are_four_processes(cluster: Cluster, place: Path, whole: Callable[..., Path], strategy: str) -> None:
     job = submit(cluster, place, f"two nodes {strategy}", f"strategy.name={strategy}", flags=["--nodes=2", "--ntasks-per-node=2"])
     assert job.wait() == "COMPLETED", job.out
@@ -123,6 +123,7 @@ def test_two_nodes_are_four_processes(cluster: Cluster, place: Path, whole: Call
     assert not list((place / "runs" / ".slurm").glob("*"))
 
 
+@pytest.mark.long
 def test_the_time_limit(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """Slurm's own signal, a minute sooner than asked for or less, so 15 to 75 s from the start (the run takes 84); and on, with the code and the config of the first start."""
     folder, checkout = place / "runs" / "limited", place / "checkout"
@@ -144,6 +145,7 @@ def test_the_time_limit(cluster: Cluster, place: Path, whole: Callable[..., Path
     check_same(folder, whole(2))
 
 
+@pytest.mark.long
 def test_preempted(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """A job of another partition wants the nodes: this one has a minute's grace, and goes when it has saved. Slurm takes a job that ends by
     itself then for a finished one."""
@@ -158,6 +160,7 @@ def test_preempted(cluster: Cluster, place: Path, whole: Callable[..., Path]) ->
     check_same(folder, whole(2))
 
 
+@pytest.mark.long
 def test_a_process_for_each_gpu(cluster: Cluster, place: Path) -> None:
     """Whatever else was asked for. (These GPUs are numbers in Slurm's books.)"""
     for flags in (["--nodes=2", "--gpus-per-node=2"], ["--nodes=1", "--ntasks=2", "--gpus-per-task=1"]):
@@ -167,6 +170,7 @@ def test_a_process_for_each_gpu(cluster: Cluster, place: Path) -> None:
         assert " × 2 processes" in job.out
 
 
+@pytest.mark.long
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(cluster: Cluster, place: Path) -> None:
     job = submit(cluster, place, "no use", "train.max_steps=2", flags=["--nodes=2", "--gpus-per-node=2"])
     assert job.wait() == "FAILED", job.out
@@ -174,6 +178,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_cpus(cluster: Clus
     assert "Slurm allotted GPUs on " in job.out
 
 
+@pytest.mark.long
 def test_requeued_in_mid_step(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """Every process of the step gets SIGTERM, some of them more than once: one request."""
     folder = place / "runs" / "requeued"
@@ -186,6 +191,7 @@ def test_requeued_in_mid_step(cluster: Cluster, place: Path, whole: Callable[...
     check_same(folder, whole(2))
 
 
+@pytest.mark.long
 def test_asked_before_there_is_anything_to_save(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """While everything is still being imported."""
     job = submit(cluster, place, "early")
@@ -196,6 +202,7 @@ def test_asked_before_there_is_anything_to_save(cluster: Cluster, place: Path, w
     check_same(place / "runs" / "early", whole(2))
 
 
+@pytest.mark.long
 def test_a_node_that_dies(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """Slurm requeues the job; what is left is the last checkpoint."""
     folder = place / "runs" / "node"
@@ -208,6 +215,7 @@ def test_a_node_that_dies(cluster: Cluster, place: Path, whole: Callable[..., Pa
     check_same(folder, whole(2))
 
 
+@pytest.mark.long
 def test_cancelled(cluster: Cluster, place: Path) -> None:
     folder = place / "runs" / "cancelled"
     job = submit(cluster, place, "cancelled", PACE="0.2")
@@ -222,6 +230,7 @@ def test_cancelled(cluster: Cluster, place: Path) -> None:
     assert "requeued" not in job.out
 
 
+@pytest.mark.long
 def test_a_stop_file_is_the_users_word(cluster: Cluster, place: Path) -> None:
     folder = place / "runs" / "stopped"
     job = submit(cluster, place, "stopped", PACE="0.2", flags=["--nodes=1"])
@@ -244,6 +253,7 @@ def test_a_rank_that_is_killed(cluster: Cluster, place: Path, whole: Callable[..
     check_same(folder, whole(2))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_every_time(cluster: Cluster, place: Path) -> None:
     job = submit(cluster, place, "hopeless", FAULT="kill:1:4", PRETRAIN_CRASHES="1")
     assert job.wait() == "FAILED"
@@ -252,6 +262,7 @@ def test_a_rank_that_is_killed_every_time(cluster: Cluster, place: Path) -> None
     assert "crashed 2 times without a new step; giving up" in job.out
 
 
+@pytest.mark.long
 def test_what_would_fail_again_is_not_tried_again(cluster: Cluster, place: Path) -> None:
     job = submit(cluster, place, "nan", FAULT="nan:1:4")
     assert job.wait() == "FAILED"
@@ -272,6 +283,7 @@ def test_a_wrong_config_ends_with_one_line(cluster: Cluster, place: Path, overri
     assert int(job.facts()["Restarts"]) == 0
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_node(cluster: Cluster, place: Path, whole: Callable[..., Path]) -> None:
     """They don't meet: each has its ports."""
     flags = ["--nodes=1", "--nodelist=n1", "--ntasks=2"]
@@ -282,6 +294,7 @@ def test_two_jobs_on_one_node(cluster: Cluster, place: Path, whole: Callable[...
         check_same(place / "runs" / f"side {n}", whole(2))
 
 
+@pytest.mark.long
 def test_tasks_of_an_array_have_runs_of_their_own(cluster: Cluster, place: Path) -> None:
     """With no environment active, and from another folder: the one beside the script's original is found."""
     environment = {"PYTHONPATH": str(ROOT / "tests"), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
