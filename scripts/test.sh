@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, lints, checks types, runs the tests; those of half a minute or more, too, with --all, as CI does.
+# Sets up, lints, checks types, runs the tests; with --all, as CI does, also the few that take half of the time.
 # Other arguments go to pytest: scripts/test.sh tests/test_loader.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
