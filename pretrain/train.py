@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain import config, evaluation, generation, launch, runfolder, step_parts, tracking
+from pretrain import config, evaluation, generation, groups, launch, runfolder, step_parts, tracking
 from pretrain import model as models
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import ConfigError
@@ -323,8 +323,7 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
             print(message, file=sys.stderr if aside else sys.stdout, flush=True)
         if folder is not None:
             runfolder.note_end(folder, world.rank, state, status, message, step)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    groups.end_all()
     return status
 
 

@@ -1,14 +1,18 @@
 """Real processes for tests: started once, they run any importable function as the ranks of a fresh gloo group of any smaller size."""
 
+import faulthandler
 import gc
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from imported import forking
@@ -35,6 +39,7 @@ class Ranks:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks = tempfile.TemporaryDirectory()
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Each rank's result. The function finds its rank where a launcher would have put it: in the environment."""
@@ -61,8 +66,9 @@ class Ranks:
         outcomes: list[Any] = []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                stacks = self._where(rank)
                 self.close()
-                raise RankError(f"rank {rank} gave no answer within {_DEADLINE:.0f} s; had answered: {outcomes}")
+                raise RankError(f"rank {rank} gave no answer within {_DEADLINE:.0f} s, those below it did; where it is:\n{stacks}")
             try:
                 outcomes.append(pipe.recv())
             except (EOFError, ConnectionError):
@@ -78,18 +84,29 @@ class Ranks:
             process.join()
         self._processes, self._pipes = [], []
 
+    def _where(self, rank: int) -> str:
+        """The stacks of all its threads, which it writes on a signal."""
+        dump = Path(self._stacks.name, str(rank))
+        os.kill(self._processes[rank].pid, signal.SIGUSR2)
+        until = time.monotonic() + 5
+        while "Current thread" not in dump.read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        return dump.read_text()
+
     def _start(self) -> None:
         context = forking()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, self._stacks.name), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+    dump = os.open(Path(stacks, str(rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    faulthandler.register(signal.SIGUSR2, dump)
     gc.freeze()  # the modules: a collection would look through all of them
     while True:
         function, args, size, port = pipe.recv()
@@ -111,12 +128,14 @@ def _forget() -> None:
     from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from pretrain import runfolder
+    from pretrain import groups, runfolder
 
+    held: list[dist.ProcessGroup] = []
     if "deepspeed" in sys.modules:
         import deepspeed
 
         if deepspeed.comm.is_initialized():
+            held = list(dist.distributed_c10d._world.pg_map)  # as in groups.end_all
             deepspeed.comm.destroy_process_group()
         deepspeed.comm.comm.cdb = None
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -124,8 +143,7 @@ def _forget() -> None:
         # Stage 3 numbers parameters and modules over all models of a process, and demands that ranks agree.
         deepspeed.zero.Init.param_id = 0
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    groups.end_all()
     _clear_sharding_prop_cache()  # these remember meshes of the groups that are gone
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()
@@ -139,3 +157,5 @@ def _forget() -> None:
     for name in _VARIABLES:
         os.environ.pop(name, None)
     gc.collect()
+    groups._ended.clear()
+    held.clear()

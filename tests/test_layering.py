@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "tokenization"}
 LEVELS: tuple[set[str], ...] = (
     {"token_files", "histogram"},
-    {"config", "shards", "order", "launched", "ranks", "hashed_file", "initial", "interception"},
+    {"config", "shards", "order", "launched", "ranks", "hashed_file", "initial", "interception", "groups"},
     {
         "loader",
         "optim",

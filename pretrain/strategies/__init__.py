@@ -68,7 +68,8 @@ def release() -> None:
     if dist.is_initialized():
         deepspeed = sys.modules.get("deepspeed")  # keeps one of its own for the next engine
         destroy = deepspeed.comm.destroy_process_group if deepspeed and deepspeed.comm.is_initialized() else dist.destroy_process_group
-        for group in list(dist.distributed_c10d._world.pg_map):
+        groups = list(dist.distributed_c10d._world.pg_map)  # held until they are collected: see groups.end_all
+        for group in groups:
             if group != dist.group.WORLD and not group.group_desc.startswith("mesh_"):  # torch's caches know those of a mesh by name
                 destroy(group)
     gc.collect()  # which ends those threads

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from pretrain import groups
 from pretrain.config import Config, ConfigError, Layout, to_dict
 from pretrain.initial import Initial, fill
 from pretrain.optim import Recipe, gated_step, local, make_optimizer
@@ -303,4 +304,4 @@ class Strategy:
         return {}
 
     def finish(self) -> None:
-        self.accelerator.end_training()
+        groups.end_all()
