@@ -4,6 +4,7 @@ kernel's copy costs more than a fast disk does, and would push out the data set'
 import errno
 import mmap
 import os
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,9 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self.entry: dict[str, Any] = {}
         self._digest, self._size, self._filled = xxhash.xxh3_128(), 0, 0
-        self._blocks = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(2)]  # aligned; one is filled while the other is written
+        self._blocks = deque(memoryview(mmap.mmap(-1, BLOCK)) for _ in range(3))  # aligned; one is filled, one written, one in between
         self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._writing: deque[Future[None]] = deque()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
@@ -51,7 +52,7 @@ class HashedFile:
             if kind is None:
                 self._filled = -(-self._filled // _PAGE) * _PAGE
                 self._write_block()
-                self._wait()
+                self._wait(0)
                 os.ftruncate(self._file, self._size)
                 os.fsync(self._file)
                 self.entry = {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
@@ -60,15 +61,16 @@ class HashedFile:
             os.close(self._file)
 
     def _write_block(self) -> None:
-        """Start to."""
-        self._wait()
-        self._writing = self._thread.submit(self._write, self._blocks[0][: self._filled])
-        self._blocks.reverse()
+        """Start to, as soon as the next one is free to be filled."""
+        self._writing.append(self._thread.submit(self._write, self._blocks[0][: self._filled]))
+        self._wait(len(self._blocks) - 1)
+        self._blocks.rotate(-1)
         self._filled = 0
 
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
+    def _wait(self, left: int) -> None:
+        """Until no more than so many blocks are to be written."""
+        while len(self._writing) > left:
+            self._writing.popleft().result()
 
     def _write(self, block: memoryview) -> None:
         while len(block):
