@@ -23,6 +23,7 @@ from launching import BIN, START, launch, make_set, run, write_config
 from matplotlib.figure import Figure
 
 from pretrain import cli, runfolder
+from pretrain.compare import __main__ as array
 from pretrain.compare import bandwidth, compare, figures, reporting, running
 from pretrain.compare.appendix import escape
 from pretrain.compare.blocks import Block, Heading, Table, Text, as_html, as_markdown
@@ -206,11 +207,14 @@ def test_data_parallel_replicas_see_as_many_gpus_as_others_have_processes(
 
 
 def test_a_launch_that_still_runs_is_left_alone(config: Callable[..., Path]) -> None:
-    (one,) = launched(config(members=[{"strategy.name": "ddp"}], repetitions=1))
+    """A task of an array is told to come back: a node that died leaves its lock for a while."""
+    path = config(members=[{"strategy.name": "ddp"}], repetitions=1)
+    (one,) = launched(path, loaded(path).run.seed)
     claim(one.folder)
     try:
         with pytest.raises(ConfigError, match="is in use by process"):
             run_one(one, "speed")
+        assert array.main(["--launch", "1", "--processes", "2", str(path)]) == 75
         assert (one.folder / ".lock").exists()
     finally:
         lock = runfolder._owned.pop(one.folder)

@@ -14,8 +14,9 @@ from pathlib import Path
 from pretrain.compare import planned, report, write_plan
 from pretrain.compare.reporting import read
 from pretrain.compare.results import UNSETTLED
-from pretrain.compare.running import DONE, begin_anew, take_note, title, write_config
+from pretrain.compare.running import DONE, STOPPED, begin_anew, take_note, title, write_config
 from pretrain.config import ConfigError
+from pretrain.runfolder import in_use
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             if (launch.folder / DONE).exists():
                 print(f"{title(launch, cfg.compare.kind)} is done already", file=sys.stderr)
+            elif owner := in_use(launch.folder):
+                print(owner, file=sys.stderr)
+                return STOPPED  # it may be free in a moment
             else:
                 begin_anew(launch, cfg.compare.kind)
                 print(write_config(launch))

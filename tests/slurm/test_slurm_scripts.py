@@ -168,6 +168,7 @@ def test_the_environment_beside_the_checkout_serves_where_the_active_one_has_no_
 def test_the_step_asks_for_nothing_that_the_job_was_asked_for_per_task(site: Site) -> None:
     """And takes this shell's environment, whatever sbatch was told of its own."""
     inherited = {"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu=1", "SRUN_CPUS_PER_TASK": "8", "SLURM_CPUS_PER_TASK": "8", "SLURM_GPU_BIND": "single:1",
+                 "SLURM_TRES_BIND": "gres/gpu:per_task:1",
                  "SLURM_GPUS_PER_TASK": "1", "SLURM_EXPORT_ENV": "NONE", "PRETRAIN_SRUN": "--container-image=x.sqsh"}  # fmt: skip
     ran = site.run(srun=FINISHED, **inherited)
     assert ran.returncode == 0, ran.stdout
@@ -187,3 +188,84 @@ def test_a_mirror_of_the_hub_is_asked_where_one_is_set(site: Site, script: str) 
             assert ran.returncode == 0, ran.stdout
             assert ("HF_HUB_OFFLINE=1" in site.asked("environment")) == offline
             assert script == "prepare" or "WANDB_MODE=offline" in site.asked("environment")
+
+
+def test_a_merge_that_is_stopped_is_requeued(site: Site) -> None:
+    """It is told of the time limit as the part before it was: it would otherwise be killed, and no task be left to build the set."""
+    stops = """trap 'exit 75' TERM; kill -TERM $PPID; read -rt 20 <> <(:); exit 1"""
+    program(site.stubs / "pretrain", f'echo "$*" >> "$RECORD/pretrain"; [[ $1 != merge ]] || {{ {stops}; }}')
+    ran = site.run("texts", "--output", "set", "--overwrite", script="prepare", **PART)
+    assert ran.returncode == 0, ran.stdout
+    assert [line.split()[0] for line in site.asked("pretrain")] == ["prepare", "merge"]
+    assert "interrupted; requeued" in ran.stdout
+    assert site.requeues() == 1
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_part_that_was_done_or_had_not_begun_as_the_signal_came_goes_on_at_its_next_start(site: Site, done: bool) -> None:
+    program(site.stubs / "pretrain", f'echo "$*" >> "$RECORD/pretrain"; {"trap : TERM; " * done}kill -TERM $PPID')
+    ran = site.run("texts", "--output", "set", script="prepare", **PART)
+    assert ran.returncode == 0, ran.stdout
+    assert [line.split()[0] for line in site.asked("pretrain")] == ["prepare"]
+    assert site.requeues() == 1
+
+
+SECOND = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "2"}  # a task that Slurm would not requeue
+
+
+def test_a_member_that_has_begun_needs_the_list_no_more(site: Site) -> None:
+    members = site.place / "rates.txt"
+    members.write_text("optim.lr=1e-3\noptim.lr=2e-3\n")
+    first = site.run("my config.yaml", "rates.txt", script="sweep", srun=SAYS % ("stopped", 3) + "exit 75", **SECOND)
+    assert first.returncode == 75, first.stdout
+    members.write_text("optim.lr=1e-3\n")
+    other = site.run("my config.yaml", "rates.txt", script="sweep", srun=FINISHED, **SECOND | {"SLURM_JOB_ID": "78"})
+    assert other.returncode == 2, other.stdout
+    again = site.run("my config.yaml", "rates.txt", script="sweep", srun=FINISHED, SLURM_RESTART_COUNT="1", **SECOND)
+    assert again.returncode == 0, again.stdout
+    assert "optim.lr=2e-3" in site.asked("srun")[-1]
+
+
+def test_a_table_that_cannot_be_written_hides_nothing(site: Site) -> None:
+    (site.place / "rates.txt").write_text("optim.lr=1e-3\noptim.lr=2e-3\n")
+    (site.place / "my config.yaml").write_text(
+        "data: {train: texts}\nmodel: {preset: tiny}\nbatch: {tokens: 1024}\ntrain: {max_steps: 9}\n"
+    )
+    (site.runs / "rates" / "summary.md" / "in the way").mkdir(parents=True)
+    for state, status in (("stopped", 75), ("finished", 0)):
+        ran = site.run("my config.yaml", "rates.txt", script="sweep", srun=SAYS % (state, 3) + f"exit {status}", **SECOND)
+        assert ran.returncode == status, ran.stdout
+
+
+def test_a_launch_of_a_comparison_waits_for_the_lock_of_a_node_that_died(site: Site) -> None:
+    answers = '[[ $3 == --launch ]] || exec %s "$@"\n[[ -e free ]] && echo "my config.yaml" || { echo in use >&2; exit 75; }'
+    program(site.stubs / "python", f'[[ $2 == pretrain.compare ]] || exec {sys.executable} "$@"\n{answers % "true"}')
+    for frees, status in (("", 2), ("touch free", 0)):
+        program(site.stubs / "sleep", frees)
+        ran = site.run("my config.yaml", script="compare", srun=FINISHED, SLURM_JOB_NUM_NODES="1", **SECOND)
+        assert ran.returncode == status, ran.stdout
+        assert ran.stdout.count("another look in two minutes") == 1
+
+
+def test_what_was_noted_of_a_launch_is_noted_or_the_task_fails(site: Site) -> None:
+    program(
+        site.stubs / "python",
+        f'case "$2 $3" in "pretrain.compare --launch") echo "my config.yaml" ;; pretrain.compare*) exit 1 ;; *) exec {sys.executable} "$@" ;; esac',
+    )
+    for state, trained, status in (("stopped", 75, 75), ("finished", 0, 1)):
+        ran = site.run("my config.yaml", script="compare", srun=SAYS % (state, 3) + f"exit {trained}", SLURM_JOB_NUM_NODES="1", **SECOND)
+        assert ran.returncode == status, ran.stdout
+
+
+@pytest.mark.parametrize(("name", "beside"), [("plain", True), ("with space", False)])
+def test_kernels_are_kept_where_a_compiler_can_write(site: Site, name: str, beside: bool) -> None:
+    """inductor names its folder to the compiler without quotes. The threads of each process are what the job has for it, said where it was asked otherwise."""
+    program(site.stubs / "pretrain", f'[[ $1 != train ]] || echo "runs/{name}"')
+    program(site.stubs / "accelerate", 'env > "$RECORD/launched"')
+    here = 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 SLURM_CPUS_ON_NODE=6 "$@"; exit 75'
+    site.run(srun=here, SLURM_TASKS_PER_NODE="2", OMP_NUM_THREADS="1", TMPDIR="/tmp")
+    launched = dict(line.split("=", 1) for line in site.asked("launched") if "=" in line)
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert launched[variable].startswith(str(site.runs / name) if beside else "/tmp/pretrain-77"), launched[variable]
+        assert " " not in launched[variable]
+    assert launched["OMP_NUM_THREADS"] == "3"
