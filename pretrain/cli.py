@@ -33,12 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("compare: give either a config, --merge or --parity")
     options.launcher_flags = launcher_flags
     verb: Callable[[argparse.Namespace], int] = options.verb
-    if verb is prepare:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what schedulers send
+    if goes_on := verb in (prepare, merge):
+        for request in (signal.SIGTERM, signal.SIGHUP):  # what schedulers send, and a terminal that is closed
+            if signal.getsignal(request) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(request, signal.default_int_handler)
     try:
         return verb(options)
     except KeyboardInterrupt:
-        goes_on = verb in (prepare, merge)
         print("interrupted" + "; the same command goes on where it was" * goes_on, file=sys.stderr)
         return 75 if goes_on else 1
     except BrokenPipeError:

@@ -415,6 +415,44 @@ def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
     assert content(tmp_path / "set") == before
 
 
+@pytest.mark.parametrize("manifest", [{"manifest_version": 3}, {"format_version": 1, "step": 7, "files": {}}, ["a"]], ids=str)
+def test_a_manifest_of_others_is_none(tmp_path: Path, manifest: Any) -> None:
+    """A checkpoint of ours has one, too."""
+    write(tmp_path / "set/manifest.json", json.dumps(manifest))
+    write(tmp_path / "set/tokenizer/mine.json", "keep")
+    before = content(tmp_path / "set")
+    with pytest.raises(CorpusError, match="files that are no prepared set; choose another --output"):
+        make(write(tmp_path / "a.txt", "text"), overwrite=True)
+    assert content(tmp_path / "set") == before
+
+
+def test_replacing_a_set_leaves_what_is_beside_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", "text")
+    make(source)
+    write(tmp_path / "set/train_notes.bin", "mine")
+    make(source, overwrite=True)
+    assert (tmp_path / "set/train_notes.bin").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", [".building", ".parts/00001-of-00001"])
+def test_what_a_kill_after_the_end_leaves_goes_at_the_next_start(tmp_path: Path, left: str) -> None:
+    source = write(tmp_path / "a.txt", "text")
+    make(source)
+    before = content(tmp_path / "set")
+    write(tmp_path / "set" / left / "train_000000.bin", "once more")
+    write(tmp_path / "set/.lock", "")
+    assert again(source)[1]
+    assert content(tmp_path / "set") == before
+    assert not [path.name for path in (tmp_path / "set").iterdir() if path.name.startswith(".")]
+
+
+def test_a_name_that_pyarrow_cannot_open_is_told(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff.parquet")
+    path.write_bytes(b"PAR1")
+    with pytest.raises(CorpusError, match=r"a\\xff\.parquet: pyarrow opens no file whose name is not UTF-8"):
+        make(path, output=tmp_path / "set")
+
+
 # Interruption and company.
 
 

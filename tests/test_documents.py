@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,12 @@ def test_what_reads_only_from_its_start(tmp_path: Path, name: str, documents: st
     assert not has_ranges(source(write(tmp_path / name, "")), Reading(documents=documents, encoding=encoding))
 
 
-@settings(max_examples=100, deadline=None)
+SPACES = [f"{chr(code)}\n" for code in range(0x3001) if chr(code).isspace()]  # the last is the ideographic one, U+3000
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["word", "é", " ", "\n", "\r\n", "\r", "\n\n", "\t\n", "x\n", "\ufeff"]), max_size=120),
+    words=st.lists(st.sampled_from(["word", "é", " ", "\n", "\r\n", "\r", "\n\n", "\t\n", "x\n", "\ufeff", "。\n", *SPACES]), max_size=120),
     piece=st.integers(1, 40),
 )
 def test_fragments_together_are_the_document(tmp_path_factory: pytest.TempPathFactory, words: list[str], piece: int) -> None:
@@ -176,9 +180,26 @@ def test_fragments_together_are_the_document(tmp_path_factory: pytest.TempPathFa
         assert [part.text.strip() for part in parts] == [""]
         return
     assert "".join(part.text for part in parts) == whole
+    for one, other in pairwise(parts):
+        assert not one.text[-1].isspace()
+        assert other.text[0] == "\n"
     assert [part.fragment for part in parts] == list(range(len(parts)))
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert {part.whole for part in parts} == ({WholeHash(whole.encode()).digest()} if len(parts) > 1 else {b""})
+
+
+def test_lines_that_end_in_any_script_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is never cut is held whole."""
+    monkeypatch.setattr(lines, "PIECE", 100)
+    for line, encoding in (
+        ("今天天气很好。\n", "utf-8"),
+        ("今天天气很好。\n", "utf-16"),
+        ("Добрый день.\n", "cp1251"),
+        ("été\r\n", "utf-8"),
+    ):
+        path = write(tmp_path / "a.txt", (line * 100).encode(encoding))
+        parts = [part for part in read(source(path), Reading(encoding=encoding), fragments=True) if isinstance(part, Document)]
+        assert max(len(part.text.encode()) for part in parts) < 200
 
 
 @pytest.mark.parametrize(

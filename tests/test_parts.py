@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from pretrain.corpus import (
     Settings,
     assemble,
     formats,
+    hub,
     merge,
     parts,
     preparation,
@@ -534,6 +536,31 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "file", "set"]
 
 
+def test_standard_input_leaves_no_copy(tmp_path: Path) -> None:
+    """Neither where the terminal is closed, nor, once the same set is made again, where the process was killed."""
+    command = [sys.executable, "-m", "pretrain.cli", "prepare", "-", "--output", str(tmp_path / "set"), "--tokenizer", "byte",
+               "--val-fraction", "0"]  # fmt: skip
+
+    def begin() -> subprocess.Popen[bytes]:
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert started.stdin
+        started.stdin.write(b"text\n" * 1000)
+        while not list(tmp_path.glob(".set.stdin.*")):
+            assert started.poll() is None
+            time.sleep(0.05)
+        return started
+
+    with begin() as hung_up:
+        hung_up.send_signal(signal.SIGHUP)
+        assert hung_up.wait(60) == 75
+    assert not list(tmp_path.iterdir())
+    with begin() as killed:
+        killed.kill()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert subprocess.run(command, input=b"text\n" * 1000, capture_output=True).returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_standard_input_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     """Where the same comes in again, which neither the name nor the time of its file tells."""
@@ -566,6 +593,22 @@ def test_standard_input_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest
     assert done[0] == (4 if same else 0)
     prepare_it(again, "whole")
     assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
+def test_a_text_that_grows_before_its_tail_is_cut_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("a line\n" * 400)
+    monkeypatch.setattr("pretrain.corpus.lines.PIECE", 100)
+    cut = preparation._cut
+
+    def growing(*given: Any) -> Any:
+        made = cut(*given)
+        source.write_text("a line\n" * 800)
+        return made
+
+    monkeypatch.setattr(preparation, "_cut", growing)
+    with pytest.raises(CorpusError, match=r"a\.txt changed while it was being read; run the same command again"):
+        make(source, output=tmp_path / "set", val_split="tail", val_fraction=0.1)
 
 
 @pytest.mark.parametrize("kind", ["folder of files", "saved", "saved splits", "streamed"])
@@ -601,6 +644,54 @@ def test_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -
         prepare_it("other", None, DatasetName(path, split="nope"))
     with pytest.raises(CorpusError, match="no column 'body'"):
         prepare([], tmp_path / "body", Settings(**BYTES, text_field="body"), workers=1, dataset=name)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_streamed_dataset_that_has_changed_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    """Neither the old set nor a half of its making is taken for it."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    add = parts.Part.add
+
+    def fill(word: str) -> DatasetName:
+        rows = [{"text": f"{word} {n}"} for n in range(300)]
+        hub._load.cache_clear()
+        if saved:
+            path = tmp_path / word
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+            shutil.rmtree(tmp_path / "in", ignore_errors=True)
+            path.rename(tmp_path / "in")
+        else:
+            (tmp_path / "in").mkdir(exist_ok=True)
+            (tmp_path / "in/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DatasetName(str(tmp_path / "in"), streaming=True)
+
+    def adding(self: parts.Part, result: Any) -> None:
+        add(self, result)
+        if len(self.done) == 4:
+            raise KeyboardInterrupt
+
+    def prepare_it(name: DatasetName, output: str) -> bool:
+        return prepare([], tmp_path / output, Settings(**BYTES), workers=1, dataset=name)[1]
+
+    old = fill("old")
+    assert not prepare_it(old, "set")
+    assert prepare_it(old, "set")
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Part, "add", adding)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_it(old, "begun")
+    new = fill("new")
+    with pytest.raises(CorpusError, match=r"has changed.*--overwrite"):
+        prepare_it(new, "set")
+    prepare_it(new, "begun")
+    assert {text.split()[0] for text in texts(tmp_path / "begun") + texts(tmp_path / "begun", "val")} == {"new"}
+
+
+def test_what_datasets_has_computed_beside_a_saved_one_is_no_data(tmp_path: Path) -> None:
+    datasets.Dataset.from_list([{"text": f"row {n}"} for n in range(50)]).save_to_disk(str(tmp_path / "in"))
+    datasets.load_from_disk(str(tmp_path / "in")).map(lambda row: {"text": row["text"].upper()})
+    assert list((tmp_path / "in").glob("cache-*.arrow"))
+    assert make(tmp_path / "in", output=tmp_path / "set")["documents"]["read"] == 50
 
 
 def test_a_broken_row_of_a_streamed_dataset_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

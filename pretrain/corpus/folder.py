@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sys
@@ -13,24 +14,45 @@ from typing import Any
 from pretrain import shards
 from pretrain.corpus.assemble import assemble
 from pretrain.corpus.manifest import Settings, manifest_of, sources_of
-from pretrain.corpus.parts import PLAN, Part, decisive, share, units_of
+from pretrain.corpus.parts import PLAN, Part, decisive, folder_of, share, units_of
 from pretrain.corpus.sources import CorpusError
 from pretrain.corpus.tokenise import RECORD, SPLITS
 from pretrain.shards import MANIFEST
 
-LOCK, PARTS = ".lock", ".parts"
+LOCK, PARTS, BUILDING = ".lock", ".parts", ".building"
 
 
 def refuse_foreign(output: Path, part: tuple[int, int] | None) -> None:
     """Only a set, finished or begun, may be replaced. Looking in this order never refuses one that appears meanwhile."""
-    known = (LOCK, PARTS, MANIFEST)
-    if _holds_files(output) and not any((output / name).exists() for name in known):
+    if _holds_files(output) and not (
+        _is_set(output) if (output / MANIFEST).exists() else any((output / n).exists() for n in (LOCK, PARTS))
+    ):
         raise CorpusError(f"{output} holds files that are no prepared set; choose another --output")
     others = [folder.name for folder in (output / PARTS).glob("*-of-*") if not folder.name.endswith("-of-00001")]
     if others and not part:
         raise CorpusError(
             f"{output} holds {len(others)} parts of an array job; pretrain merge {output} joins them (or delete {output / PARTS})"
         )
+
+
+def _is_set(folder: Path) -> bool:
+    """By its manifest, of whatever version: other programs, and our checkpoints, call theirs the same."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except ValueError:  # damaged
+        return any(folder.glob("train_*.bin"))
+    return isinstance(manifest, dict) and {"format_version", "files", "splits", "tokenizer"} <= manifest.keys()
+
+
+def tidy(output: Path) -> None:
+    """Remove what a process that was killed just after it had published the set has left of its making: all of its tokens once more."""
+    left = [output / BUILDING, folder_of(output / PARTS, 1, 1)]
+    if any(path.exists() for path in left):
+        with locked(output):
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (output / PARTS).rmdir()
 
 
 @contextlib.contextmanager
@@ -109,7 +131,7 @@ def publish(parts: Sequence[Part], output: Path, workers: int) -> dict[str, Any]
     """Put the parts together, and the set in the place of an old one. At no moment does a manifest stand beside files not its own."""
     if not parts[0].has_tokenizer():
         raise CorpusError(f"{parts[0].folder} has lost its tokenizer; run --part 1/{parts[0].plan['parts']} again")
-    building = output / ".building"
+    building = output / BUILDING
     shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
     building.mkdir()
     try:
@@ -121,7 +143,7 @@ def publish(parts: Sequence[Part], output: Path, workers: int) -> dict[str, Any]
         shutil.copytree(parts[0].folder / "tokenizer", building / "tokenizer")
         shards.write_manifest(building, manifest)
         (output / MANIFEST).unlink(missing_ok=True)
-        for old in (old for split in SPLITS for old in output.glob(f"{split}_*.bin")):
+        for old in (old for split in SPLITS for old in output.glob(f"{split}_{'[0-9]' * 6}*.bin")):
             old.unlink()
         shutil.rmtree(output / "tokenizer", ignore_errors=True)
         for new in sorted(building.iterdir(), key=lambda path: path.name == MANIFEST):

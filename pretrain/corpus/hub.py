@@ -1,13 +1,14 @@
 """Datasets of Hugging Face: by name on the hub, of a local folder, or saved to disk. The only importer of `datasets`.
 
 A dataset that is loaded has rows that can be counted, shared between parts and read from the middle; a streamed one is read from its
-start. Its identity is what `datasets` takes for it, a fingerprint: of the files and of all that was done to them.
+start. Its identity is what `datasets` takes for it: loaded, a fingerprint of the files and of all that was done to them; streamed, what
+tells one state of a file from another without reading it, which is its time, its ETag, or the hub's commit.
 """
 
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def open_dataset(name: DatasetName) -> Source:
     found = _load(name)
     size = 0 if name.streaming else max(1, found.data.nbytes)
     told = "/".join(part for part in (f"dataset:{name.path}", name.config, name.split) if part)
-    identity = str(asdict(name)) if name.streaming else found._fingerprint
+    identity = _state(name) if name.streaming else found._fingerprint
     return Source(told, json.dumps(asdict(name)), DATASET, "", size, 0, identity, 0 if name.streaming else len(found))
 
 
@@ -66,14 +67,31 @@ def _told(name: DatasetName) -> Iterator[None]:
         raise CorpusError(f"--dataset {name.path}: {reason}") from error
 
 
+def _state(name: DatasetName) -> str:
+    """Of a dataset that is streamed."""
+    import datasets
+
+    with _told(name):
+        if _is_saved(name):
+            return str(_load(replace(name, streaming=False))._fingerprint)
+        builder = datasets.load_dataset_builder(name.path, name.config)
+        files = (builder.config.data_files or {}).get(name.split, [])
+        known = sorted(zip((Path(file).name for file in files), map(str, getattr(files, "origin_metadata", ())), strict=True))
+        return str((asdict(name), builder.hash, known))
+
+
+def _is_saved(name: DatasetName) -> bool:
+    """By `save_to_disk`."""
+    return any((Path(name.path) / file).exists() for file in ("state.json", "dataset_dict.json"))
+
+
 @lru_cache(1)
 def _load(name: DatasetName) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    folder = Path(name.path)
     with _told(name):
-        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        if _is_saved(name):
             found: Any = datasets.load_from_disk(name.path)
             splits = found if isinstance(found, dict) else {str(found.split or "train"): found, "train": found}
             if name.split not in splits:

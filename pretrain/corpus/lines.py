@@ -15,8 +15,10 @@ from pretrain.corpus.documents import Bad, Document, Found, Reading, WholeHash, 
 from pretrain.corpus.sources import BLOCK, Source
 
 PIECE = 1 << 20  # bytes of a text that comes in fragments, at least
-# Where GPT-2's regular expression cuts in any case: before a line break after a word. ASCII, so that bytes can be searched.
-_SAFE_CUT = re.compile(rb"(?<=[!-~])\r?\n")
+# Where GPT-2's regular expression cuts in any case: before a line break after what is no white space. In UTF-8, and in others after ASCII.
+_SPACES = ("\xc2[\x85\xa0]", "\xe1\x9a\x80", "\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", "\xe2\x81\x9f", "\xe3\x80\x80")
+_CUT_UTF8 = re.compile(f"(?<=[!-~\x80-\xbf]){''.join(f'(?<!{space})' for space in _SPACES)}\r?\n".encode("latin-1"))
+_CUT_ASCII = re.compile(rb"(?<=[!-~])\r?\n")
 _BLANK = b" \t\n\r\x0b\x0c"
 
 
@@ -67,12 +69,12 @@ def read_fragments(source: Source, reading: Reading) -> Iterator[Found]:
 
 
 def _pieces(source: Source, reading: Reading) -> Iterator[bytes]:
-    searched = PIECE
+    searched, safe_cut = PIECE, _CUT_UTF8 if reading.bytewise in ("utf-8", "") else _CUT_ASCII
     with open_source(source, reading) as file:
         held = bytearray(file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8))
         while block := file.read(PIECE):
             held += block
-            while cut := _SAFE_CUT.search(held, searched):
+            while cut := safe_cut.search(held, searched):
                 piece = bytes(held[: cut.start()])
                 yield piece
                 del held[: len(piece)]

@@ -7,6 +7,8 @@ number of workers, parts or machines, nor on interruptions.
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import glob
 import os
 import shutil
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 from pretrain import __version__, shards
 from pretrain.corpus import formats
 from pretrain.corpus.documents import Bad
-from pretrain.corpus.folder import PARTS, all_parts, locked, publish, refuse_foreign
+from pretrain.corpus.folder import PARTS, all_parts, locked, publish, refuse_foreign, tidy
 from pretrain.corpus.hub import DatasetName, open_dataset
 from pretrain.corpus.manifest import Settings, reusable
 from pretrain.corpus.parts import Cut, Part, Unit, folder_of, share, tasks, uncut, units_of
@@ -50,6 +52,7 @@ def prepare(sources: Sequence[str], output: Path, settings: Settings, *, workers
         found, ignored = ([open_dataset(dataset)], 0) if dataset else find_sources(sources, spool, format)
         identified = dataclasses.replace(settings, tokenizer=identify(settings.tokenizer))
         if not overwrite and (manifest := reusable(output, identified, found)):
+            tidy(output)
             return manifest, True
         refuse_foreign(output, part)
         work = _Work(found, ignored, identified, settings.tokenizer, workers or cores())
@@ -135,10 +138,22 @@ def _spooled(sources: Sequence[str], output: Path) -> Iterator[Path | None]:
     path = output.parent / f".{output.name}.stdin.{os.getpid()}"
     try:
         with open(path, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks keeps them all
+                fcntl.flock(file, fcntl.LOCK_EX)
+            _clear_spools(output)
             shutil.copyfileobj(sys.stdin.buffer, file)
-        yield path
+            file.flush()
+            yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def _clear_spools(output: Path) -> None:
+    """Of processes that were killed: their locks are free."""
+    for path in output.parent.glob(f".{glob.escape(output.name)}.stdin.*"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 @dataclass(frozen=True)
@@ -204,8 +219,12 @@ def _make_part(folder: Path, work: _Work, number: int, parts: int) -> Part:
     for unit in mine:
         for source in units[unit].sources:
             if work.sources[source].changed():
-                raise CorpusError(f"{work.sources[source].path} changed while it was being read; run the same command again")
+                raise _changed(work.sources[source])
     return made
+
+
+def _changed(source: Source) -> CorpusError:
+    return CorpusError(f"{source.path} changed while it was being read; run the same command again")
 
 
 def _run(
@@ -237,9 +256,15 @@ def _cut(work: _Work, units: Sequence[Unit]) -> Cut:
         return uncut
     counted = _run(Characters(settings.reading, work.skip_bad, work.fragments), work.tasks(units), work, "characters", units)
     counts = {(task.unit, task.number): result["characters"] for task, result in counted}
-    before = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-    cut = int(sum(counts.values()) * (1 - settings.val_fraction))
-    return lambda unit, number: cut - before[unit, number]
+    before: dict[tuple[int, int], int] = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    cut: int = int(sum(counts.values()) * (1 - settings.val_fraction))
+
+    def left(unit: int, number: int) -> int:
+        if (unit, number) not in before:
+            raise _changed(work.sources[units[unit].sources[-1]])
+        return cut - before[unit, number]
+
+    return left
 
 
 def _training_texts(work: _Work, units: Sequence[Unit], cut: Cut) -> Iterator[str]:

@@ -105,8 +105,18 @@ def joined(hashes: Sequence[str]) -> str:
 
 def _source(path: str, file: str, format: str, compression: str) -> Source:
     found = os.stat(file)
-    told = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")  # a name may be any bytes, the manifest is UTF-8
-    return Source(told, file, format, compression, found.st_size, found.st_mtime_ns)
+    return Source(_told(path), file, format, compression, found.st_size, found.st_mtime_ns)
+
+
+def _told(path: str) -> str:
+    """A name may be any bytes, the manifest is UTF-8."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _is_beside_data(path: str) -> bool:
+    """What other programs keep where data are; `datasets` also what it has computed from them."""
+    folder, name = os.path.split(path)
+    return name in _NO_DATA or (name.startswith("cache-") and os.path.exists(os.path.join(folder, "state.json")))
 
 
 def _listed(names: Iterable[str]) -> Iterator[str]:
@@ -141,12 +151,14 @@ def _files(name: str, places: Sequence[str], format: str) -> tuple[list[tuple[st
             kind, compression = format_of(path)
             if format and named:
                 kind, compression = format, next((c for c in COMPRESSIONS if path.lower().endswith(c)), "")
-            if not kind or (not named and os.path.basename(path) in _NO_DATA):
+            if not kind or (not named and _is_beside_data(path)):
                 others += 1
             elif not os.path.exists(path):
                 raise CorpusError(f"{path}: a link to a file that is not there")
             elif not stat.S_ISREG(os.stat(path).st_mode):
                 raise CorpusError(f"{path}: not a regular file; pipe it into `pretrain prepare -` instead")
+            elif (kind in COLUMNAR or compression == ".zst") and _told(path) != path:
+                raise CorpusError(f"{_told(path)}: pyarrow opens no file whose name is not UTF-8; give it another")
             else:
                 files.append((path, kind, compression))
     if not files:

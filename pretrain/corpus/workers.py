@@ -81,7 +81,7 @@ def _start(work: Callable[[Any], Any]) -> tuple[Connection, BaseProcess]:
 
 
 def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
-    for request in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a scheduler's signal reach all; the parent deals with them
+    for request in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # these reach all; the parent deals with them
         signal.signal(request, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         while True:
