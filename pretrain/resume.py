@@ -1,6 +1,7 @@
 """Where a run starts: at step 0, or at a checkpoint that fits its config, data and model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     forgotten = broadcast(group, rollbacks_since(cfg.folder / "ledger.jsonl", start.progress.step) if main else [])
     start.progress.passed_over += [windows for windows in forgotten if windows not in start.progress.passed_over]
     return start
+
+
+def foresee_start(cfg: Config) -> Start:
+    """The same in one process, of the newest checkpoint whose numbers can be read; nothing else of it is."""
+    paths, _ = _candidates(cfg)
+    for path in paths:
+        with suppress(OSError, ValueError):
+            numbers = checkpoint.read_json(path, "state.json")
+            return Start(Progress(**numbers["progress"]), path, numbers)
+    return Start(Progress())
 
 
 def rollbacks_since(ledger: Path, step: int) -> list[list[int]]:

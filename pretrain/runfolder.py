@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -147,6 +148,15 @@ def in_use(folder: Path, instead: str = "") -> str | None:
         return None
     way = f"or choose another {instead}" if instead else f"stop it (touch {folder}/stop), or choose another run.name"
     return f"{folder} is in use by {owner}; wait for it, {way}"
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError where `claim` would, as far as can be seen without writing."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise cannot_write(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise cannot_write(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drive
 import pytest
+from group import Ranks
 from imported import forking
 from launching import START
 
@@ -427,6 +429,27 @@ def test_of_a_config(doctor: Doctor, config: Callable[..., Path]) -> None:
     [(status, said)] = doctor([str(fine)], {"ACCELERATE_MIXED_PRECISION": "fp16"})
     assert "the launcher asks for fp16 and run.precision for bf16" in " ".join(said.split())
     assert status == 2
+
+
+def test_of_a_run_that_is_there(doctor: Doctor, config: Callable[..., Path], ranks: Ranks) -> None:
+    """Whether a launch would go on with it."""
+    ranks.run(drive.whole, path := config(), [], 3, size=1)
+    folder = path.parent / "runs"
+    (folder / "file").touch()
+    before = everything_below(folder)
+    for overrides, status, reason in [
+        ([], 0, ""),
+        (["optim.lr=2e-2"], 2, f"{folder}/tiny holds step 3 of a run with other settings: optim.lr: 0.01 -> 0.02; start a new run"),
+        (["optim.lr=2e-2", "run.resume=must"], 0, ""),
+        (["optim.lr=2e-2", "train.max_steps=2"], 0, ""),  # it would be finished, and a launch says so
+        (["run.resume=never"], 2, "run.resume=never, but"),
+        (["run.resume=must", "run.name=new"], 2, "run.resume=must, but there is no checkpoint in"),
+        (["run.name=file"], 2, f"cannot write the run folder {folder}/file: Not a directory"),
+    ]:
+        [(found, said)] = doctor([str(path), *overrides], {})
+        assert found == status, said
+        assert reason.replace(" ", "") in "".join(said.split())
+    assert everything_below(folder) == before
 
 
 def test_ranks_of_a_launcher(doctor: Doctor, place: Path, config: Callable[..., Path], tmp_path: Path) -> None:

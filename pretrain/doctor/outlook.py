@@ -10,11 +10,12 @@ import torch
 
 from pretrain import launch, machine, runfolder, supervise, tracking
 from pretrain import model as models
-from pretrain.config import Config, ConfigError, layout, load
+from pretrain.config import Config, ConfigError, Layout, layout, load
 from pretrain.doctor.meeting import Place
 from pretrain.launched import Launched, launched_strategy
 from pretrain.loader import Sets, open_sets
-from pretrain.strategies import OPTIONS, choose
+from pretrain.resume import check_settings, foresee_start
+from pretrain.strategies import OPTIONS, Strategy, choose
 from pretrain.token_files import ShardError
 
 T = TypeVar("T")
@@ -77,11 +78,26 @@ def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, refused
         return outlook, math.inf
     strategy = _attempt(refused, lambda: choose(cfg, numbers, outlook.precision[0], launched)) if outlook.precision[0] else None
     outlook = replace(outlook, strategy=strategy.name if strategy else "")
+    if strategy:
+        _attempt(refused, lambda: _run_folder(cfg, numbers, strategy))
     if cfg.model.build is not None or cfg.model.init_from is not None:  # whose size shows when they are made, with all their weights
         return outlook, math.inf
     module, _ = models.outline(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
     flops = models.flops_per_token(module, numbers.sequence_length) * cfg.batch.tokens * numbers.steps / outlook.processes
     return replace(outlook, parameters=models.parameter_count(module)), flops
+
+
+def _run_folder(cfg: Config, numbers: Layout, strategy: Strategy) -> None:
+    """Raises ConfigError where a launch could not use it, or would not go on with the run in it."""
+    runfolder.check_writable(cfg.folder)
+    found = foresee_start(cfg)
+    if found.progress.over(numbers):
+        return
+    try:
+        check_settings(cfg, found, strategy.identity())
+    except ConfigError as error:
+        held, *keys, way = (line.strip() for line in str(error).splitlines())
+        raise ConfigError(f"{held} {', '.join(keys)}; {way}") from None
 
 
 def _attempt(refused: list[str], act: Callable[[], T]) -> T | None:
