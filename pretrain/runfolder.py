@@ -25,7 +25,7 @@ _BLOCK = 1 << 16  # bytes
 
 def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
     """Readers find the old text or the new one; with `sync`, some milliseconds, after a loss of power too."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")  # nodes may have the same numbers
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)

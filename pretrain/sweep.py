@@ -90,10 +90,11 @@ def _name(config_file: Path, own: Sequence[str]) -> str:
     return f"{plain[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
-def table(config_file: Path, all_members: Sequence[Sequence[str]]) -> tuple[Path, str]:
-    """(the sweep's folder, a Markdown table of every member: how it stands, and its best and last validation loss)."""
+def table(config_file: Path, all_members: Sequence[Sequence[str]]) -> tuple[Path | None, str]:
+    """(the sweep's folder, None where every member is refused; a Markdown table of every member: how it stands, and its best and last
+    validation loss)."""
     lines = ["| run | state | step | best val_loss | last val_loss | loss | seconds | |", "|---|---|---:|---:|---:|---:|---:|---|"]
-    folder = Path()
+    folder: Path | None = None
     for member in all_members:
         try:
             run = config.load(str(config_file), list(member)).folder
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(len(found))
         elif o.table:
             folder, text = table(o.config, found)
-            if folder.is_dir():
+            if folder and folder.is_dir():
                 write_atomic(folder / "summary.md", text)
             print(text, end="")
         elif not 1 <= o.member <= len(found):
@@ -147,6 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*found[o.member - 1], sep="\0", end="\0")
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

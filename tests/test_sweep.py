@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError
-from pretrain.sweep import members, table
+from pretrain.sweep import main, members, table
 
 
 def test_lines_are_members(tmp_path: Path) -> None:
@@ -89,3 +89,19 @@ def test_a_table_before_and_after(config: Callable[..., Path], tmp_path: Path, m
     records = ['{"step": 0, "val_loss": 5.0}', '{"step": 5, "val_loss": 3.0}', '{"step": 6, "loss": 2.5, "train_seconds": 61.4}', '{"step": 7, "val_loss": 4.0}', '{"step": 8, "lo']  # fmt: skip
     (run / "metrics.jsonl").write_text("\n".join(records))
     assert table(path, members(path, file))[1].splitlines()[2] == "| first | failed | 7 | 3.0000 | 4.0000 | 2.5000 | 61 | a \\| b c |"
+
+
+def test_a_table_that_has_no_place(
+    config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of members that are all refused nothing is written where one happens to be; what cannot be written is one line."""
+    monkeypatch.chdir(tmp_path)
+    path, file = config(), tmp_path / "a.txt"
+    file.write_text("optim.lrr=2 run.name=second\n")
+    assert main(["--table", str(path), str(file)]) == 0
+    assert not (tmp_path / "summary.md").exists()
+    file.write_text("optim.lr=2 run.name=second\n")
+    (tmp_path / "runs/a/summary.md/in the way").mkdir(parents=True)
+    assert main(["--table", str(path), str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Is a directory" in line
