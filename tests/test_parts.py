@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -542,7 +543,8 @@ def test_standard_input_leaves_no_copy(tmp_path: Path) -> None:
                "--val-fraction", "0"]  # fmt: skip
 
     def begin() -> subprocess.Popen[bytes]:
-        started = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=heard)
         assert started.stdin
         started.stdin.write(b"text\n" * 1000)
         while not list(tmp_path.glob(".set.stdin.*")):
