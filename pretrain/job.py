@@ -243,8 +243,7 @@ def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:
     cfg, folder, progress = job.cfg, job.cfg.folder, found.progress
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint.clean(folder / "checkpoints")
-    for leftover in folder.glob("*.json.*.tmp"):  # of a file that was being replaced
-        leftover.unlink()
+    runfolder.remove_leftovers(folder)
     job.ledger = runfolder.Lines(folder / "ledger.jsonl", job.say)
     for line in runfolder.record_config(folder, as_run(cfg), facts):
         job.say(f"changed since the last start: {line}")

@@ -38,6 +38,12 @@ def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
         raise
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Of files that were being replaced. Only for the run folder's owner."""
+    for leftover in folder.glob("*.*.*.tmp"):  # a name, a node and a process
+        leftover.unlink()
+
+
 def copy_whole(source: Path, target: Path) -> None:
     """A folder that appears complete or not at all."""
     temporary = target.with_name(f"{target.name}.tmp")

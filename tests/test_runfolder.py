@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from pretrain.runfolder import (
     read_status,
     record_code,
     record_config,
+    remove_leftovers,
     wait_for_end,
     write_atomic,
 )
@@ -164,6 +166,32 @@ def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "rename", lambda self, target: pytest.fail("not yet") if target.read_text() != "old" else None)
     write_atomic(path, "new")
     assert path.read_text() == "old"
+
+
+def test_nodes_with_the_same_process_number_do_not_share_what_replaces_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda _: used.extend(path.name for path in tmp_path.glob("*.tmp")))
+    for host in ("n1.cluster", "n2.cluster"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        write_atomic(tmp_path / "summary.md", host)
+    first, second = used
+    assert first != second
+
+
+def test_what_a_killed_process_left_of_replacing_a_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any file, on any node; nothing else is."""
+    for name in ("step_00000005.tmp", "code.tmp", "a.tmp", "status.json", "metrics.jsonl"):
+        (tmp_path / name).touch()
+    before = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: None)
+        for host in ("n1", "n2.cluster.example"):
+            patch.setattr(socket, "gethostname", lambda host=host: host)
+            for name in ("status.json", "config.yaml", "summary.md"):
+                write_atomic(tmp_path / name, "new")
+    assert len(list(tmp_path.iterdir())) == len(before) + 6
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_replaces_a_file_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
