@@ -204,6 +204,19 @@ def test_cores_are_asked_for_each_task_of_srun(kind: str, tasks: int, advised: i
     assert one.do.startswith(f"srun --cpus-per-task={advised}")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [variables(OMP_NUM_THREADS="32"), {"cpu_quota": 32.0, "cores": frozenset(range(64))}, {"environment": {"SLURM_CPUS_ON_NODE": "32"}, "cores": frozenset(range(64))}],
+    ids=["threads", "quota", "unbound"],
+)  # fmt: skip
+def test_in_a_job_of_slurm_its_cores_are_the_threads(changes: dict[str, Any]) -> None:
+    """slurm/train.sbatch does not heed OMP_NUM_THREADS, which many sites preset."""
+    outside = rank(**changes)
+    assert found([outside])[0].do.startswith("export OMP_NUM_THREADS=16")
+    (inside,) = found([replace(outside, environment={**outside.environment, "SLURM_JOB_ID": "7"})])
+    assert inside.do.startswith("sbatch --cpus-per-task, for 16 cores a process: slurm/train.sbatch sets OMP_NUM_THREADS to that")
+
+
 def test_tasks_with_cores_and_gpus_of_their_own_are_fine() -> None:
     """As Slurm binds them: each of two sees half of the node."""
     bound = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from pretrain.doctor.facts import Facts
 from pretrain.doctor.finding import GB, MB, Finding, Ranks, cores_of, gpus_of_nodes, listed, nodes_of, numbered, on
 
 _OPEN_FILES, _SHM = 4096, GB
@@ -138,6 +139,18 @@ def limits(ranks: Ranks) -> Iterator[Finding]:
         )
 
 
+def _threads(rank: Facts, cores: int, or_else: str = "") -> str:
+    """How to have one for each of so many cores of a node."""
+    each = max(1, cores // rank.outlook.per_node)
+    export = f"export OMP_NUM_THREADS={each}{or_else}"
+    if "SLURM_JOB_ID" not in rank.environment:
+        return export
+    return (
+        f"sbatch --cpus-per-task, for {each} cores a process: slurm/train.sbatch sets OMP_NUM_THREADS to that, whatever it was; "
+        f"in a launch of another kind {export}"
+    )
+
+
 def processors(ranks: Ranks) -> Iterator[Finding]:
     for node in nodes_of(ranks):
         here = [rank for rank in ranks if rank.node == node]
@@ -148,7 +161,7 @@ def processors(ranks: Ranks) -> Iterator[Finding]:
                 "warning",
                 f"OMP_NUM_THREADS={threads} × {rank.outlook.per_node} ranks are more threads than the {cores} cores of {node}",
                 "threads that wait for each other on busy cores are many times slower",
-                f"export OMP_NUM_THREADS={max(1, cores // rank.outlook.per_node)}, or leave it unset",
+                _threads(rank, cores, ", or leave it unset"),
             )
             return
         if rank.cpu_quota is not None and rank.cpu_quota < 0.9 * cores:
@@ -156,7 +169,7 @@ def processors(ranks: Ranks) -> Iterator[Finding]:
                 "warning",
                 f"the container on {node} shows {cores} cores and gets the time of {rank.cpu_quota:g}",
                 "as many threads as cores are started, and all stand still whenever the quota is used up",
-                f"export OMP_NUM_THREADS={max(1, int(rank.cpu_quota) // rank.outlook.per_node)}, or pin it (docker run --cpuset-cpus)",
+                _threads(rank, int(rank.cpu_quota), ", or pin it (docker run --cpuset-cpus)"),
             )
             return
 
@@ -203,7 +216,7 @@ def slurm_processors(ranks: Ranks) -> Iterator[Finding]:
                 "warning",
                 f"Slurm allotted {allotted} CPUs on {node}, and the step may run on {cores}",
                 "nothing binds it: as many threads are started as the node has cores, beside other jobs",
-                f"export OMP_NUM_THREADS={max(1, int(allotted) // here[0].outlook.per_node)}",
+                _threads(here[0], int(allotted)),
             )
             return
 
