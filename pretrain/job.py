@@ -26,7 +26,7 @@ from pretrain.network.emulation import emulate
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
 from pretrain.ranks import agree, set_timeout, together
-from pretrain.resume import Progress, Start, check_fits, check_settings, find_start
+from pretrain.resume import Progress, Start, check_data, check_model, check_settings, find_start
 from pretrain.saver import Saver
 from pretrain.staging import stage
 from pretrain.stopping import StopRequests, TimeLimit
@@ -129,7 +129,8 @@ def start(
         models.compile_model(module, compile_mode)
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim), initial)
     if found.checkpoint is not None:
-        check_fits(found, sets.fingerprints, sets.shares, sets.tokenizer, described)
+        check_data(found, sets.fingerprints, sets.shares, sets.tokenizer)
+        check_model(found, described)
         notes = [*notes, *load(found, cfg, strategy)]
     if cfg.data.stage_to:
         sets = together(control, lambda: stage(sets, cfg.data.stage_to, tell))

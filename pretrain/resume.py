@@ -65,7 +65,7 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     for problem in problems if otherwise else ():
         say(f"skipping checkpoint {problem}")
     if start is None:
-        raise ConfigError(otherwise or f"run.resume={problems[0]}")
+        raise _none_valid(otherwise, problems)
     start.progress.restarts += 1
     forgotten = broadcast(group, rollbacks_since(cfg.folder / "ledger.jsonl", start.progress.step) if main else [])
     start.progress.passed_over += [windows for windows in forgotten if windows not in start.progress.passed_over]
@@ -73,13 +73,21 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
 
 
 def foresee_start(cfg: Config) -> Start:
-    """The same in one process, of the newest checkpoint whose numbers can be read; nothing else of it is."""
-    paths, _ = _candidates(cfg)
+    """The same in one process, of the newest checkpoint whose descriptions can be read; its tensors are not."""
+    paths, otherwise = _candidates(cfg)
     for path in paths:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            for name in (checkpoint.MANIFEST, "model.json"):  # the former is the first to go where a checkpoint is deleted
+                checkpoint.read_json(path, name)
             numbers = checkpoint.read_json(path, "state.json")
             return Start(Progress(**numbers["progress"]), path, numbers)
+    if paths:
+        raise _none_valid(otherwise, checkpoint.first_valid(paths)[1])
     return Start(Progress())
+
+
+def _none_valid(otherwise: str, problems: Sequence[str]) -> ConfigError:
+    return ConfigError(otherwise or f"run.resume={problems[0]}")
 
 
 def rollbacks_since(ledger: Path, step: int) -> list[list[int]]:
@@ -160,10 +168,8 @@ def check_settings(cfg: Config, start: Start, strategy: Mapping[str, Any]) -> li
     return changed
 
 
-def check_fits(
-    start: Start, fingerprints: list[str], mixture: Sequence[Sequence[int]], tokenizer: Mapping[str, Any], model: Mapping[str, Any]
-) -> None:
-    """Raises ConfigError where data, their mixture, tokenizer or model are not the checkpoint's: that is another run, whatever is asked."""
+def check_data(start: Start, fingerprints: list[str], mixture: Sequence[Sequence[int]], tokenizer: Mapping[str, Any]) -> None:
+    """Raises ConfigError where data, their mixture or tokenizer are not the checkpoint's: that is another run, whatever is asked."""
     assert start.checkpoint is not None
     theirs = start.numbers["identity"]
     for what, before, now in (
@@ -178,6 +184,11 @@ def check_fits(
         raise ConfigError(
             f"data.train's weights are not those that {start.checkpoint} was trained with; train the new mixture in a new run: run.name=NEW"
         )
+
+
+def check_model(start: Start, model: Mapping[str, Any]) -> None:
+    """The same for the model, as described."""
+    assert start.checkpoint is not None
     described = checkpoint.read_json(start.checkpoint, "model.json")
     shape = ("n_layer", "n_head", "n_embd", "n_positions")
     differ = [

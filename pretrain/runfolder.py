@@ -158,11 +158,15 @@ def in_use(folder: Path, instead: str = "") -> str | None:
 
 def check_writable(folder: Path) -> None:
     """Raises ConfigError where `claim` would, as far as can be seen without writing."""
-    with suppress(FileNotFoundError):
+    try:
         if not stat.S_ISDIR(folder.stat().st_mode):
-            raise cannot_write(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise cannot_write(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise cannot_write(folder, error) from None
 
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:

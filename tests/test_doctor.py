@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import drive
+import numpy as np
 import pytest
 from group import Ranks
 from imported import forking
@@ -444,10 +445,11 @@ def test_of_a_config(doctor: Doctor, config: Callable[..., Path]) -> None:
     assert status == 2
 
 
-def test_of_a_run_that_is_there(doctor: Doctor, config: Callable[..., Path], ranks: Ranks) -> None:
+def test_of_a_run_that_is_there(doctor: Doctor, config: Callable[..., Path], ranks: Ranks, make_set: Callable[..., Path]) -> None:
     """Whether a launch would go on with it."""
     ranks.run(drive.whole, path := config(), [], 3, size=1)
     folder = path.parent / "runs"
+    at = folder / "tiny" / "checkpoints" / "step_00000003"
     (folder / "file").touch()
     before = everything_below(folder)
     for overrides, status, reason in [
@@ -458,11 +460,46 @@ def test_of_a_run_that_is_there(doctor: Doctor, config: Callable[..., Path], ran
         (["run.resume=never"], 2, "run.resume=never, but"),
         (["run.resume=must", "run.name=new"], 2, "run.resume=must, but there is no checkpoint in"),
         (["run.name=file"], 2, f"cannot write the run folder {folder}/file: Not a directory"),
+        ([f"run.dir={folder}/file"], 2, f"cannot write the run folder {folder}/file/tiny: Not a directory"),
+        (
+            ["run.resume=must", f"data.train={make_set('other', np.arange(2049) % 50)}"],
+            2,
+            f"the training data is not what {at} was trained on",
+        ),
+        (["run.resume=must", "model.n_layer=1"], 2, f"the model is not the one in {at} (n_layer 2 -> 1)"),
     ]:
         [(found, said)] = doctor([str(path), *overrides], {})
         assert found == status, said
         assert reason.replace(" ", "") in "".join(said.split())
     assert everything_below(folder) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda at: (at / "manifest.json").unlink(),
+        lambda at: (at / "state.json").write_text("{}"),
+        lambda at: (at / "model.json").write_text("{"),
+    ],
+)
+def test_of_a_run_without_a_checkpoint_that_could_be_used(
+    doctor: Doctor, config: Callable[..., Path], ranks: Ranks, spoil: Callable[[Path], object]
+) -> None:
+    ranks.run(drive.whole, path := config(), [], 3, size=1)
+    at = path.parent / "runs" / "tiny" / "checkpoints" / "step_00000003"
+    spoil(at)
+    [(status, said)] = doctor([str(path)], {})
+    assert status == 2, said
+    assert f"noneofthe1checkpointsin{at.parent}isvalid" in "".join(said.split())
+
+
+def test_the_first_rank_alone_looks_for_a_checkpoint(doctor: Doctor, place: Path, config: Callable[..., Path], tmp_path: Path) -> None:
+    """As in a launch: what another node has under the same name is not asked."""
+    written = config({"run.dir": "runs", "run.resume": "never"})
+    (other := tmp_path / "other").mkdir()
+    (other / "runs/tiny/checkpoints/step_00000003").mkdir(parents=True)
+    (first, said), _ = doctor([str(written)], *of_launcher(2), cwd=[place, other])
+    assert first == 0, said
 
 
 def test_ranks_of_a_launcher(doctor: Doctor, place: Path, config: Callable[..., Path], tmp_path: Path) -> None:

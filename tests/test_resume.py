@@ -20,7 +20,7 @@ from pretrain.config import ConfigError
 from pretrain.inspection import check_ledger
 from pretrain.job import Finished
 from pretrain.order import shares
-from pretrain.resume import check_fits, check_settings, find_start
+from pretrain.resume import check_data, check_settings, find_start
 from pretrain.strategies import OPTIONS
 
 Config = Callable[..., Path]
@@ -283,12 +283,11 @@ def test_other_data_tokenizer_or_model_is_another_run(ranks: Ranks, stopped: Pat
 
 def test_another_tokenizer_is_named(stopped: Path) -> None:
     start = find_start(configs.load(stopped, [], OPTIONS), quiet)
-    described = checkpoint.read_json(start.checkpoint, "model.json")  # type: ignore[arg-type]
     data = start.numbers["identity"]["data"]
     alone = shares([1.0])
-    check_fits(start, data, alone, {"sha256": "sha256 of toy"}, described)
+    check_data(start, data, alone, {"sha256": "sha256 of toy"})
     with pytest.raises(ConfigError, match="the tokenizer is not what"):
-        check_fits(start, data, alone, {"sha256": "another"}, described)
+        check_data(start, data, alone, {"sha256": "another"})
 
 
 def test_a_finished_run_says_how_to_train_longer(ranks: Ranks, config: Config) -> None:

@@ -14,7 +14,7 @@ from pretrain.config import Config, ConfigError, Layout, layout, load
 from pretrain.doctor.meeting import Place
 from pretrain.launched import Launched, launched_strategy
 from pretrain.loader import Sets, open_sets
-from pretrain.resume import check_settings, foresee_start
+from pretrain.resume import Start, check_data, check_model, check_settings, foresee_start
 from pretrain.strategies import OPTIONS, Strategy, choose
 from pretrain.token_files import ShardError
 
@@ -58,16 +58,17 @@ def foresee(config_file: str | None, overrides: Sequence[str], place: Place) -> 
     precision = _attempt(refused, lambda: machine.choose_precision(cfg, device)) or ("", "")
     flops = math.inf  # without a config: of a run that is long enough
     if config_file:
-        outlook, flops = _with_data(replace(outlook, precision=precision), cfg, launched, refused)
+        outlook, flops = _with_data(replace(outlook, precision=precision), cfg, launched, place.world.rank == 0, refused)
         if place.world.rank == 0 and (owner := runfolder.in_use(cfg.folder)):
             refused.append(owner)
     compile = _attempt(refused, lambda: machine.choose_compile(cfg, device, precision[0], flops)) or ("", "")
     return replace(outlook, precision=precision, compile=compile, refused=tuple(dict.fromkeys(refused)))
 
 
-def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, refused: list[str]) -> tuple[Outlook, float]:
+def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, main: bool, refused: list[str]) -> tuple[Outlook, float]:
     """What the data and the model decide, and the FLOPs of one process's share of the run; infinitely many where they are not known."""
     _attempt(refused, lambda: tracking.check(cfg))
+    _attempt(refused, lambda: runfolder.check_writable(cfg.folder))
     outlook = replace(outlook, run_folder=cfg.run.dir)
     sets = _attempt(refused, lambda: open_sets(cfg))
     if sets is None:
@@ -78,26 +79,28 @@ def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, refused
         return outlook, math.inf
     strategy = _attempt(refused, lambda: choose(cfg, numbers, outlook.precision[0], launched)) if outlook.precision[0] else None
     outlook = replace(outlook, strategy=strategy.name if strategy else "")
-    if strategy:
-        _attempt(refused, lambda: _run_folder(cfg, numbers, strategy))
+    found = _attempt(refused, lambda: _goes_on(cfg, numbers, strategy, sets)) if strategy and main else None  # it looks for all ranks
     if cfg.model.build is not None or cfg.model.init_from is not None:  # whose size shows when they are made, with all their weights
         return outlook, math.inf
     module, _ = models.outline(cfg, sets.tokenizer["vocab_size"], sets.tokenizer["eos_id"])
+    if found:
+        _attempt(refused, lambda: check_model(found, models.describe(module, cfg.model.build)))
     flops = models.flops_per_token(module, numbers.sequence_length) * cfg.batch.tokens * numbers.steps / outlook.processes
     return replace(outlook, parameters=models.parameter_count(module)), flops
 
 
-def _run_folder(cfg: Config, numbers: Layout, strategy: Strategy) -> None:
-    """Raises ConfigError where a launch could not use it, or would not go on with the run in it."""
-    runfolder.check_writable(cfg.folder)
+def _goes_on(cfg: Config, numbers: Layout, strategy: Strategy, sets: Sets) -> Start | None:
+    """From where a launch would, with a model that fits; None for a run that begins, or is over. Raises ConfigError where it would not."""
     found = foresee_start(cfg)
-    if found.progress.over(numbers):
-        return
+    if found.checkpoint is None or found.progress.over(numbers):
+        return None
     try:
         check_settings(cfg, found, strategy.identity())
     except ConfigError as error:
         held, *keys, way = (line.strip() for line in str(error).splitlines())
         raise ConfigError(f"{held} {', '.join(keys)}; {way}") from None
+    check_data(found, sets.fingerprints, sets.shares, sets.tokenizer)
+    return found
 
 
 def _attempt(refused: list[str], act: Callable[[], T]) -> T | None:
