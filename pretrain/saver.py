@@ -64,7 +64,8 @@ class Saver:
             tensor = piece.tensor
             if piece.key not in self._buffers:
                 self._buffers[piece.key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            staged.append(Piece(piece.group, piece.name, piece.offsets, self._buffers[piece.key].copy_(tensor, non_blocking=True)))
+            copy = self._buffers[piece.key].copy_(tensor, non_blocking=tensor.is_cuda)
+            staged.append(Piece(piece.group, piece.name, piece.offsets, copy))
         if any(piece.tensor.is_cuda for piece in mine):
             torch.cuda.synchronize()
         return staged
