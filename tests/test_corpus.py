@@ -426,6 +426,23 @@ def test_a_manifest_of_others_is_none(tmp_path: Path, manifest: Any) -> None:
     assert content(tmp_path / "set") == before
 
 
+def test_a_set_that_is_finished_just_now_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock goes when its manifest stands."""
+    source, exists = write(tmp_path / "a.txt", "text"), Path.exists
+    make(source)
+    manifest, later = tmp_path / "set/manifest.json", tmp_path / "later"
+    manifest.rename(later)
+
+    def finishing(path: Path, **given: Any) -> bool:
+        found = exists(path, **given)
+        if path.name == ".lock" and exists(later):
+            later.rename(manifest)
+        return found
+
+    monkeypatch.setattr(Path, "exists", finishing)
+    folder.refuse_foreign(tmp_path / "set", None)
+
+
 def test_replacing_a_set_leaves_what_is_beside_it(tmp_path: Path) -> None:
     source = write(tmp_path / "a.txt", "text")
     make(source)

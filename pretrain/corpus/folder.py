@@ -24,9 +24,10 @@ LOCK, PARTS, BUILDING = ".lock", ".parts", ".building"
 
 def refuse_foreign(output: Path, part: tuple[int, int] | None) -> None:
     """Only a set, finished or begun, may be replaced. Looking in this order never refuses one that appears meanwhile."""
-    if _holds_files(output) and not (
-        _is_set(output) if (output / MANIFEST).exists() else any((output / n).exists() for n in (LOCK, PARTS))
-    ):
+    holds_files = _holds_files(output)
+    begun = any((output / name).exists() for name in (LOCK, PARTS))
+    ours = _is_set(output) if (output / MANIFEST).exists() else begun
+    if holds_files and not ours:
         raise CorpusError(f"{output} holds files that are no prepared set; choose another --output")
     others = [folder.name for folder in (output / PARTS).glob("*-of-*") if not folder.name.endswith("-of-00001")]
     if others and not part:
@@ -39,6 +40,8 @@ def _is_set(folder: Path) -> bool:
     """By its manifest, of whatever version: other programs, and our checkpoints, call theirs the same."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except FileNotFoundError:  # its owner is replacing it
+        return True
     except ValueError:  # damaged
         return any(folder.glob("train_*.bin"))
     return isinstance(manifest, dict) and {"format_version", "files", "splits", "tokenizer"} <= manifest.keys()
