@@ -47,7 +47,7 @@ class TimeLimit:
 
 class StopRequests:
     """Listens from construction on. Until training begins, with nothing to save, a request ends the process at once; then the first one
-    ends the run at a step boundary, and the user's second ends the process at once.
+    ends the run at a step boundary, and the second signal ends the process at once.
 
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
@@ -56,7 +56,8 @@ class StopRequests:
         """`repeated`: requests come several times each, and a second one means nothing. `launch_time`: a stop file that is older is a leftover;
         by the time that we listen, the user has waited through seconds of imports."""
         self._requested, self._repeated = 0, repeated
-        self._requested_at, self._echo = 0.0, _ECHO if follow_launcher else 0.0
+        self._first_signal: float | None = None  # when it came; a stop file or a time limit may have asked before
+        self._echo = _ECHO if follow_launcher else 0.0
         self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
         self.at_once: Callable[..., object] = print  # the same for one that has
         self._training = False
@@ -131,15 +132,16 @@ class StopRequests:
             if not self._gone:
                 self._gone = True
                 self._requested = self._requested or _LAUNCHER_GONE
-        elif self._requested and (self._repeated or time.monotonic() < self._requested_at + self._echo):
+        elif self._first_signal is None:
+            self._first_signal = time.monotonic()
+            self._requested = self._requested or _SIGNALS[number]
+        elif self._repeated or time.monotonic() < self._first_signal + self._echo:
             return
-        elif self._requested:
+        else:
             try:
                 self.at_once(f"second request to stop ({number.name})")
             finally:
                 os._exit(1)
-        else:
-            self._requested, self._requested_at = _SIGNALS[number], time.monotonic()
         if not self._training:
             try:
                 self.at_start(_REASONS[self._requested])

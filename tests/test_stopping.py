@@ -79,7 +79,8 @@ def ask_with_an_echo(seconds: float) -> None:
     stops = stopping.StopRequests(follow_launcher=True)
     stops.begin()
     stops._receive(TERM)
-    stops._requested_at -= seconds
+    assert stops._first_signal is not None
+    stops._first_signal -= seconds
     stops._receive(TERM)
     os._exit(0 if stops.agreed(None) == "SIGTERM" else 2)
 
@@ -88,6 +89,20 @@ def test_what_a_launcher_passes_on_is_no_second_request() -> None:
     """systemd, and Slurm without our scripts, signal trainers and launcher alike."""
     assert exit_status_of(ask_with_an_echo, 0) == 0
     assert exit_status_of(ask_with_an_echo, 60) == 1
+
+
+def signal_after(asked: int) -> None:
+    stops = stopping.StopRequests(follow_launcher=False)
+    stops.begin()
+    stops._requested = asked
+    stops._receive(TERM)
+    os._exit(0 if stops.agreed(None) == stopping._REASONS[asked] else 2)
+
+
+@pytest.mark.parametrize("asked", [1, stopping._TIME_LIMIT])
+def test_the_first_signal_after_a_stop_file_or_a_time_limit_is_no_second_one(asked: int) -> None:
+    """Slurm's SIGTERM while the last checkpoint is being written, which a time limit has asked for."""
+    assert exit_status_of(signal_after, asked) == 0
 
 
 def test_a_request_that_cannot_be_told_ends_the_process_all_the_same() -> None:
