@@ -21,6 +21,7 @@ from pretrain import document_mask
 from pretrain.config import Config, ConfigError
 from pretrain.initial import Initial, fill, on_meta
 from pretrain.loader import IGNORED
+from pretrain.pieces import unsavable
 
 _PAD_ROWS_TO = 64  # matrix products want the vocabulary a multiple of this
 
@@ -175,6 +176,10 @@ def _make(config: GPT2Config, vocab_size: int, build: str | None) -> PretrainGPT
             config
         )  # as its author builds it: buffers computed in a constructor don't survive the meta device
         model.config = config
+        if problem := unsavable(model.state_dict()):
+            raise ConfigError(
+                f"model.build={build}: no checkpoint could hold its state: {problem}; register it with persistent=False where it is computed anew, or keep it as another type"
+            )
     else:
         with torch.device("meta"):
             model = PretrainGPT2(config)

@@ -23,7 +23,8 @@ from pretrain.ranks import gather, rank_in
 
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
 
@@ -55,6 +56,16 @@ def pieces(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
                 local = [((0,) * tensor.ndim, tensor)]
             found += [Piece(group, name, offsets, part.detach()) for offsets, part in local if part.numel()]
     return found
+
+
+def unsavable(state: Mapping[str, Any]) -> str | None:
+    """What of a module's state has no place in a checkpoint, and why; None where all has."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            return f"{name} is {type(value).__name__} and no tensor"
+        if value.dtype not in _DTYPES:
+            return f"{name} is of {str(value.dtype).removeprefix('torch.')}, which safetensors does not know"
+    return None
 
 
 def share(mine: Sequence[Piece], group: dist.ProcessGroup | None) -> list[Piece]:

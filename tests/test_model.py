@@ -32,6 +32,7 @@ from pretrain.model import (
     plain_state,
     weights_hash,
 )
+from pretrain.pieces import unsavable
 
 T = 16
 
@@ -335,6 +336,14 @@ def test_init_from_what_is_not_a_whole_gpt2_is_one_clear_line(tmp_path: Path, fi
     config.write_text(config.read_text().replace('"model_type": "gpt2"', '"model_type": "llama"'))
     with pytest.raises(ConfigError, match=r"model\.init_from: cannot load .*: config\.json says llama, not gpt2"):
         build(tiny(init_from=str(tmp_path), n_layer=None, n_head=None, n_embd=None), 50, 0)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_step_1() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.build=custom_models:Unsavable: no checkpoint .* angles is of complex128, which safetensors"
+    ):
+        make(build="custom_models:Unsavable")
+    assert unsavable({"module._extra_state": {}}) == "module._extra_state is dict and no tensor"
 
 
 def test_another_block_by_model_build(tmp_path: Path) -> None:
