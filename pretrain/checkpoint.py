@@ -64,7 +64,7 @@ def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, 
                 (temporary / name).mkdir(exist_ok=True)
                 file = f"{name}/shard_{rank + 1:05d}.safetensors"
                 written[file] = write_safetensors(temporary / file, part)
-                _sync_folder(temporary / name)
+                synchronise(temporary / name)
         return written
 
     def publish() -> None:
@@ -72,11 +72,11 @@ def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, 
         for name, content in (("state.json", numbers), ("model.json", model)):
             files[name] = _write_json(temporary / name, content)
         _write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
-        _sync_folder(temporary)
+        synchronise(temporary)
         if final.exists():  # damaged, or of a future that was given up: a valid one is never written twice
             shutil.rmtree(final)
         temporary.rename(final)
-        _sync_folder(folder)
+        synchronise(folder)
 
     try:
         _together(begin if rank == 0 else None, group, f"cannot write {temporary}")
@@ -232,9 +232,8 @@ def rotate(folder: Path, newest: int, keep_last: int, keep_every: int, damaged: 
 
 
 def delete(path: Path) -> None:
-    """The manifest first: a deletion that is cut short leaves nothing that looks complete."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    """Under a name that `clean` knows: a deletion that is cut short leaves nothing that looks complete, and nothing for ever."""
+    shutil.rmtree(path.rename(path.with_suffix(".deleted.tmp")))
 
 
 def clean(folder: Path) -> None:
@@ -250,6 +249,8 @@ def _together(act: Callable[[], T] | None, group: dist.ProcessGroup | None, fail
         result = act() if act else None
     except OSError as error:
         problem = str(error)
+    except Exception as error:  # the others wait to hear of it
+        problem = f"{type(error).__name__}: {error}"
     outcomes = gather(group, (result, problem))
     for rank, (_, cause) in enumerate(outcomes):
         if cause:
@@ -264,7 +265,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     return file.entry
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def synchronise(path: Path) -> None:
+    """A folder's names, or a file's bytes: on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ class Saver:
         self.step = 0  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
         self.damaged: set[Path] = set()  # checkpoints that this run has passed over, and not yet written anew
         self.seconds = 0.0  # the longest that one took, copying included
+        self.of_main: Collection[
+            str
+        ] = ()  # buffers, of which each rank may have another: the main process's, as where DDP hands them round
+        self.records: Sequence[Path] = ()  # of the steps that a checkpoint counts: on disk before it
         self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
         self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes
         self._written: set[tuple[str, str, tuple[int, ...]]] = set()
@@ -52,6 +57,8 @@ class Saver:
         return pending.result() if pending else None
 
     def _share(self, held: list[Piece]) -> list[Piece]:
+        if rank_in(self.group):
+            held = [piece for piece in held if piece.group != "model" or piece.name not in self.of_main]
         if not self._held:
             self._held = [piece.key for piece in held]
             self._written = {piece.key for piece in share(held, self.group)}
@@ -74,6 +81,9 @@ class Saver:
                waited: float) -> CheckpointError | None:  # fmt: skip
         """In the thread: says how it went, at once."""
         needed = sum(gather(self.group, sum(piece.tensor.nbytes for piece in mine)))
+        for path in self.records:
+            with suppress(OSError):  # what is wrong with the disk, the checkpoint will say
+                checkpoint.synchronise(path)
         try:
             path = checkpoint.write(self.folder, step, mine, numbers, model, self.group)
         except CheckpointError as error:
@@ -83,12 +93,13 @@ class Saver:
             return error
         self.step = step
         self.damaged.discard(path)
-        self.seconds = max(self.seconds, time.perf_counter() - began)
         if rank_in(self.group) == 0:
             self._rotate(step)
+        seconds = time.perf_counter() - began
+        self.seconds = max(self.seconds, seconds)
         self.say(
             f"step {step:,}/{self.steps:,}  checkpoint {path}  "
-            f"({needed / 1e6:,.1f} MB in {time.perf_counter() - began:.1f}s, training waited {waited:.1f}s)"
+            f"({needed / 1e6:,.1f} MB in {seconds:.1f}s, training waited {waited if self.train.async_checkpoint else seconds:.1f}s)"
         )
         return None
 

@@ -271,8 +271,7 @@ class Trial:
         problems = [f"valid checkpoints are {valid}, and were {self.valid}"] if len(valid) < expected or newest < self.base else []
         for step, path in checkpoint.numbered(self.folder / "checkpoints"):
             problem = check.verified(path)
-            cut_short = step < newest and not (path / checkpoint.MANIFEST).exists()  # while it was deleted
-            if problem and step not in self.damaged and not cut_short:
+            if problem and step not in self.damaged:
                 problems.append(f"{path.name}: {problem}")
         return problems
 

@@ -115,7 +115,11 @@ class Killed(BaseException):
     """Ends a save as a kill would: nothing of ours catches it."""
 
 
-KILL_POINTS = ["write_safetensors", "HashedFile", "os.fsync", "_sync_folder", "_write_json", "Path.rename"]
+def raise_killed(*_: object) -> None:
+    raise Killed
+
+
+KILL_POINTS = ["write_safetensors", "HashedFile", "os.fsync", "synchronise", "_write_json", "Path.rename"]
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
@@ -170,6 +174,56 @@ def test_how_a_save_went_is_told_once(tmp_path: Path, beside: bool) -> None:
     assert saver.wait() is None
     assert len(said) == 1
     assert saver.step == 0
+
+
+def test_any_failure_of_a_save_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ours, too: at the next save, with the other ranks waiting meanwhile, would be too late."""
+
+    def slip(*_: object) -> None:
+        raise KeyError("nothing")
+
+    monkeypatch.setattr(subject, "write_safetensors", slip)
+    said: list[str] = []
+    saver = Saver(tmp_path, None, Train(), 9, said.append)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    assert "KeyError: 'nothing'" in str(saver.wait())
+    assert "step 5: no checkpoint was written" in said[0]
+
+
+def test_what_training_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that is not beside training: all of it."""
+    clock = iter(range(0, 10**6, 100))
+    monkeypatch.setattr("pretrain.saver.time.perf_counter", lambda: next(clock))
+    for beside, waited in ((True, 100), (False, 200)):
+        said: list[str] = []
+        saver = Saver(tmp_path / str(beside), None, Train(async_checkpoint=beside), 9, said.append)
+        saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+        assert saver.wait() is None
+        assert f"in 200.0s, training waited {waited}.0s" in said[0]
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_counts_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text("{}\n")
+    synchronised: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synchronised.append(os.fstat(file).st_ino))
+    saver = Saver(tmp_path, None, Train(), 9, lambda line: None)
+    saver.records = [ledger, tmp_path / "not yet"]
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    assert saver.wait() is None
+    assert synchronised[0] == ledger.stat().st_ino
+    assert len(synchronised) > 4
+
+
+def test_a_deletion_that_is_cut_short_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_one(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", raise_killed)
+        with pytest.raises(Killed):
+            subject.delete(path)
+    assert numbered(tmp_path) == []
+    clean(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_failed_save_could_not_remove_goes_with_the_next(tmp_path: Path) -> None:
