@@ -26,7 +26,7 @@ from pretrain.network.emulation import emulate
 from pretrain.optim import make_recipe
 from pretrain.precision import check_in_use
 from pretrain.ranks import agree, set_timeout, together
-from pretrain.resume import Progress, Start, check_data, check_model, check_settings, find_start
+from pretrain.resume import Progress, Start, check_data, check_model, check_settings, find_start, is_over, length_key
 from pretrain.saver import Saver
 from pretrain.staging import stage
 from pretrain.stopping import StopRequests, TimeLimit
@@ -129,7 +129,7 @@ def start(
         models.compile_model(module, compile_mode)
     model, _ = strategy.prepare(module, make_recipe(dict(module.named_parameters()), cfg.optim), initial)
     if found.checkpoint is not None:
-        check_data(found, sets.fingerprints, sets.shares, sets.tokenizer)
+        check_data(found, cfg, sets.fingerprints, sets.shares, sets.tokenizer)
         check_model(found, described)
         notes = [*notes, *load(found, cfg, strategy)]
     if cfg.data.stage_to:
@@ -139,6 +139,8 @@ def start(
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, numbers.steps, tell)
     saver.step, saver.damaged, saver.seconds = progress.step, set(found.damaged), found.numbers.get("save_seconds", 0.0)
+    saver.of_main = {name for name, _ in module.named_buffers()}
+    saver.records = [cfg.folder / name for name in ("ledger.jsonl", "metrics.jsonl") if world.rank == 0]
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, saver, described, init_hash, None, None, None, peak_flops(device, precision, cfg.run.tf32), flops, compile_mode)  # fmt: skip
     facts = {
@@ -195,10 +197,9 @@ def _own_folder(cfg: Config, world: launch.World, control: dist.ProcessGroup | N
 
 def _find_start(cfg: Config, numbers: Layout, tell: Callable[[str], None], control: dist.ProcessGroup | None) -> Start:
     found = find_start(cfg, tell, control)
-    if found.checkpoint is not None and found.progress.over(numbers):
-        longer = next(key for key in ("max_steps", "max_tokens", "epochs") if getattr(cfg.train, key) is not None)
+    if is_over(found, cfg, numbers):
         raise Finished(
-            f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must train.{longer}=MORE; to look: pretrain report {cfg.folder}",
+            f"{cfg.folder} is finished: step {found.progress.step:,}. To train longer: run.resume=must {length_key(cfg)}=MORE; to look: pretrain report {cfg.folder}",
             found.progress.step,
         )
     return found
@@ -225,10 +226,15 @@ def warm_up(job: Job) -> dict[str, str]:
     every start. It reorders them after its first backward, so that otherwise a resumed run would sum in another order. Returns the dtypes
     that are really in use."""
     torch.manual_seed(0)
+    module = job.strategy.module
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     tokens_BT = torch.zeros(job.layout.micro, job.layout.sequence_length, dtype=torch.long, device=job.clock.device)
     targets_BT = tokens_BT.clone()  # not the same tensor twice: a compiler would make a rule of it
     job.strategy.warm_up(tokens_BT, targets_BT)
-    return check_in_use(job.strategy, tokens_BT, targets_BT)
+    in_use = check_in_use(job.strategy, tokens_BT, targets_BT)
+    for name, buffer in module.named_buffers():  # those that a forward changes, such as running statistics
+        buffer.copy_(before[name])
+    return in_use
 
 
 def _claim(folder: Path) -> None:
@@ -250,9 +256,9 @@ def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:
         job.say(f"changed since the last start: {line}")
     if files := runfolder.record_code(folder):
         job.say(f"code changed since the first start: {', '.join(files)}")
-    runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step else -1)
+    runfolder.cut_back(folder / "metrics.jsonl", progress.step if progress.step and not found.foreign else -1)
     runfolder.cut_back(folder / "ledger.jsonl", math.inf)
-    if found.checkpoint and found.checkpoint.resolve().parent != job.saver.folder.resolve():
+    if found.foreign:
         job.ledger.write(
             {"step": progress.step, "restart": progress.restarts, "position": progress.position, "from": str(found.checkpoint)}
         )

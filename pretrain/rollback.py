@@ -21,12 +21,12 @@ def go_back(job: Job, progress: Progress, watch: Watch, found: GoBack) -> None:
     then = start.progress
     progress.step, progress.position, progress.tokens, progress.attempt = then.step, then.position, then.tokens, 0
     progress.wire_bytes_total = then.wire_bytes_total
-    progress.losses = then.losses
+    progress.losses, progress.skipped = then.losses, then.skipped
     progress.passed_over.append(list(found.windows))
     if job.is_main:
         _rewrite_history(job, progress, found)
     job.saver.step = progress.step
-    watch.begin(progress.step, progress.losses)
+    watch.begin(progress)
     job.say(f"step {found.step:,}: {found}; back to step {progress.step:,}, and past windows {found.windows[0]:,} to {found.windows[1]:,} "
             f"({len(progress.passed_over)} of {most} times)")  # fmt: skip
 

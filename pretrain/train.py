@@ -96,7 +96,7 @@ def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
 
 def train(job: Job, progress: Progress) -> str | None:
     """Train to the end (None), or until all ranks agree to stop (the reason)."""
-    watch = Watch(job, progress.step, progress.losses)
+    watch = Watch(job, progress)
     if progress.step == 0 and (job.cfg.train.nonfinite == "rollback" or job.cfg.train.spike):
         job.saver.step = -1  # the start is something to go back to
         save(job, progress, watch, must=False)

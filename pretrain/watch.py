@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -45,23 +45,23 @@ class GoBack(Exception):
 class Watch:
     """Sees every update on the device, and looks at what it saw once per logging interval and before each save."""
 
-    def __init__(self, job: Job, step: int, losses: Sequence[float] = ()) -> None:
+    def __init__(self, job: Job, progress: Progress) -> None:
         self.job = job
         self.hang = HangWatch(job.cfg.train.hang_timeout, job.stops.at_once, f"{job.cfg.folder}/logs/rank_{job.world.rank}.txt")
         window = profile_window(job.cfg.train.profile) if job.cfg.train.profile else None
         self.tracer = Tracer(window, job.cfg.folder / "logs", job.world.rank, job.clock)
-        self.begin(step, losses)
+        self.begin(progress)
 
-    def begin(self, step: int, losses: Sequence[float]) -> None:
-        """Nothing has been seen yet: training goes on after `step`, whose and earlier losses are these."""
+    def begin(self, progress: Progress) -> None:
+        """Training goes on from here; what it has seen before is what a checkpoint tells."""
         device = self.job.clock.device
-        self.logged_step = step
-        self.refused = torch.zeros((), device=device)  # updates since the last log line
+        self.logged_step = progress.step
+        self.refused = torch.full((), float(progress.skipped), device=device)  # updates since the last log line
         self.first_refused = torch.zeros((), device=device)  # step, 0 for none
         self.first_bad_loss = torch.zeros((), device=device)  # the same, for this rank's own loss
         self.seen: list[GlobalBatch] = []  # since the last log line
         self.losses: list[Tensor] = []  # of the last of these, not yet looked at, where spikes are looked for
-        self.spikes = Spikes(self.job.cfg.train.spike, losses)
+        self.spikes = Spikes(self.job.cfg.train.spike, progress.losses)
         self.job.clock.begin()
 
     def note(self, step: int, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
@@ -75,12 +75,12 @@ class Watch:
         self.first_bad_loss += torch.where(self.first_bad_loss == 0, bad_loss * step, 0.0)
 
     def gather(self, *values: Tensor) -> list[list[float]]:
-        """One row per rank of (first refused, first bad loss, memory, values …): the interval's one host synchronisation."""
+        """One row per rank of (first refused, first bad loss, memory, refused, values …): the interval's one host synchronisation."""
         memory = torch.tensor(float(peak_memory_bytes(self.job.clock.device)))
         row = torch.stack(
             [
                 v.double().cpu() if v.device.type == "mps" else v.double()
-                for v in (self.first_refused, self.first_bad_loss, memory.to(self.refused.device), *values)
+                for v in (self.first_refused, self.first_bad_loss, memory.to(self.refused.device), self.refused, *values)
             ]
         )
         rows: list[list[float]] = self.job.strategy.accelerator.gather(row[None]).tolist()
@@ -103,6 +103,7 @@ class Watch:
         """`gather`, and the losses that have not been looked at: a checkpoint holds no spike, and those that it knows are of steps before it.
         Raises GoBack, on all ranks alike."""
         rows = self.gather(*values, *self.losses)
+        progress.skipped = int(max(row[3] for row in rows))
         if self.losses:
             self.find_spike([row[-len(self.losses) :] for row in rows])
             self.losses = []
@@ -122,7 +123,7 @@ class Watch:
 
     def log(self, progress: Progress, batch: GlobalBatch, loss_sum: Tensor, result: StepResult) -> None:
         job = self.job
-        rows = self.look(progress, loss_sum, result.grad_norm, self.refused)
+        rows = self.look(progress, loss_sum, result.grad_norm)
         seconds, data_seconds = job.clock.interval()
         steps = progress.step - self.logged_step
         wire = job.strategy.wire(progress.step)
@@ -134,10 +135,10 @@ class Watch:
             "position": progress.position,
             "epoch": progress.position / job.sets.windows_per_epoch,
             **job.sets.mixture(progress.position, progress.passed_over),
-            "loss": sum(row[3] for row in rows) / batch.tokens,
+            "loss": sum(row[4] for row in rows) / batch.tokens,
             "lr": lr_at(progress.step, job.cfg.optim, job.layout.steps),
-            "grad_norm": math.sqrt(sum(row[4] ** 2 for row in rows) / len(rows)),  # differs between replicas that train apart
-            "skipped": int(max(row[5] for row in rows)),
+            "grad_norm": math.sqrt(sum(row[5] ** 2 for row in rows) / len(rows)),  # differs between replicas that train apart
+            "skipped": progress.skipped,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": of_one,
             **({"mfu": of_one * job.flops_per_token / job.peak[1]} if job.peak else {}),
@@ -155,6 +156,7 @@ class Watch:
         self.logged_step = progress.step
         self.seen = []
         self.refused.zero_()
+        progress.skipped = 0
         gc.collect(1)  # here, on every rank at once, and nowhere else
         if job.tracker:
             job.tracker.log(metrics)

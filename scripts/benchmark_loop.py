@@ -34,7 +34,7 @@ _ROUNDS, _STEPS = 7, 3
 def main(overrides: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job, progress = _start(Path(folder), overrides)
-        watch = Watch(job, 0)
+        watch = Watch(job, progress)
         batches = [job.loader.global_batch(i * job.layout.windows).micros for i in range(_STEPS)]
         ours, bare = [], []
         for _ in range(_ROUNDS):

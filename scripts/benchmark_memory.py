@@ -71,7 +71,7 @@ def worker(folder: Path, name: str) -> None:
     for module in (base, zero_deepspeed):  # the optimiser's states, gradients and activations would hide what comes before them
         module.make_optimizer = partial(read_first, peak, at_start, module.make_optimizer)
     made, progress = job.start(cfg, path, [], world, [], StopRequests(follow_launcher=True))
-    take_step(made, progress, Watch(made, 0))
+    take_step(made, progress, Watch(made, progress))
     weights, state = held(made)
     at_start = [at_start[0] - weights / 1e6, *at_start[1:]]
 

@@ -83,7 +83,7 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     silent = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     job, progress = start(cfg, path, [], world, [], stops)
-    watch = Watch(job, 0)
+    watch = Watch(job, progress)
     by_hand = BY_HAND[name](models.build(cfg, 50257, None).to(job.clock.device), cfg)
     batches = [job.loader.global_batch(i * job.layout.windows) for i in range(_STEPS)]
     ours, bare = [], []

@@ -50,3 +50,25 @@ class Scaled(PretrainGPT2):
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         loss_sum, tokens = super().forward(inputs_BT, targets_BT)
         return loss_sum * self.gain, tokens
+
+
+class Drifting(PretrainGPT2):
+    """Keeps running statistics, as a router that balances its experts does; the loss depends on them."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.register_buffer("forwards", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.forwards += 1
+            self.mean.lerp_(inputs_BT.float().mean(), 0.1)
+        loss_sum, tokens = super().forward(inputs_BT, targets_BT)
+        return loss_sum * (1 + self.mean / 100), tokens
+
+
+class Unsavable(PretrainGPT2):
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))

@@ -85,6 +85,9 @@ def leave() -> None:
 
 
 def lines(path: Path) -> Rows:
+    """None where there is no file yet."""
+    if not path.exists():
+        return []
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 

@@ -1,5 +1,6 @@
 """Where a run starts, what it refuses to go on from, and: interrupted and resumed is uninterrupted."""
 
+import dataclasses
 import json
 import os
 import re
@@ -72,6 +73,21 @@ def test_stopped_twice_and_resumed_is_the_whole_run_to_the_bit(ranks: Ranks, con
     logged = drive.lines(run_folder(path, "run.name=parts") / "metrics.jsonl")
     assert [row["step"] for row in logged] == list(range(1, len(whole) + 1)), "no step twice, none missing"
     assert [row["train_seconds"] for row in logged] == sorted(row["train_seconds"] for row in logged)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_forward_changes_is_part_of_the_run(ranks: Ranks, config: Config, size: int) -> None:
+    """Running statistics: not of the warm-up before step 1, and of two ranks those of the main process, which DDP hands round."""
+    path = config({"model.build": "custom_models:Drifting", "strategy.name": "ddp" if size > 1 else "single"})
+    whole, weights, _ = ranks.run(drive.whole, path, ["run.name=whole"], size=size)[0]
+    parts: drive.Rows = []
+    for stop_after in (2, 1, None):
+        rows, trained, _ = ranks.run(drive.whole, path, ["run.name=parts"], stop_after, size=size)[0]
+        parts += rows
+    assert same(parts) == same(whole)
+    assert drive.largest_difference(trained, weights)[0] == 0
+    assert weights["forwards"] == 6 * 8 / 2 / size
+    assert weights["mean"] > 1
 
 
 def test_resuming_on_other_layouts_is_the_same_run(ranks: Ranks, config: Config) -> None:
@@ -222,6 +238,70 @@ def test_a_path_into_another_run_starts_from_its_checkpoint(ranks: Ranks, stoppe
     assert f"begun from {at}" in said[1]
 
 
+def test_the_same_command_goes_on_whatever_becomes_of_the_path(ranks: Ranks, stopped: Path) -> None:
+    """As Slurm repeats it, when the run has checkpoints of its own: the path may be moved, or rotated away where it is the run's own."""
+    at = run_folder(stopped) / "checkpoints" / "step_00000003"
+    for name, began in (("branch", at), ("tiny", at)):
+        command = [f"run.name={name}", f"run.resume={began}", "train.keep_last=9"]
+        ranks.run(drive.whole, stopped, command, 1, size=1)
+        if name == "branch":
+            elsewhere = began.parents[2] / "elsewhere"
+            began.parents[1].rename(elsewhere)
+        rows, _, _ = ranks.run(drive.whole, stopped, command, size=1)[0]
+        assert [row["step"] for row in rows] == [5, 6], name
+        if name == "branch":
+            with pytest.raises(ConfigError, match="no such checkpoint"):  # of another command: may be a slip
+                find_start(configs.load(stopped, [f"run.name={name}", f"run.resume={at}x"], OPTIONS), quiet)
+            elsewhere.rename(began.parents[1])
+
+
+def test_a_run_from_another_ones_end_says_what_to_write(ranks: Ranks, config: Config) -> None:
+    path = config()
+    ranks.run(drive.whole, path, [], size=1)
+    command = ["run.name=longer", f"run.resume={run_folder(path)}"]
+    (outcome,) = ranks.outcomes(drive.whole, path, command, size=1)
+    assert "ConfigError" in outcome.error
+    assert re.search(r"run\.resume=.*step_00000006 is of step 6, where this run would end; write train\.max_steps=MORE", outcome.error)
+    rows, _, _ = ranks.run(drive.whole, path, [*command, "train.max_steps=8"], size=1)[0]
+    assert [row["step"] for row in rows] == [7, 8]
+    (outcome,) = ranks.outcomes(drive.whole, path, [*command, "train.max_steps=8"], size=1)
+    assert Finished.__name__ in outcome.error
+
+
+def test_another_runs_checkpoint_begins_a_new_record(ranks: Ranks, stopped: Path) -> None:
+    """In a folder whose own run was given up before a checkpoint."""
+    given_up = run_folder(stopped, "run.name=branch")
+    given_up.mkdir()
+    (given_up / "metrics.jsonl").write_text('{"step": 1, "lr": 9.0}\n{"step": 2, "lr": 9.0}\n')
+    ranks.run(drive.whole, stopped, ["run.name=branch", f"run.resume={run_folder(stopped)}"], size=1)
+    assert [row["step"] for row in drive.lines(given_up / "metrics.jsonl")] == [4, 5, 6]
+
+
+def refuse_the_second(job: Any) -> None:
+    step, steps = job.strategy.step, iter(range(1, 100))
+    job.strategy.step = lambda clip: dataclasses.replace(step(clip), applied=torch.tensor(next(steps) != 2))
+
+
+def test_updates_that_were_skipped_before_a_restart_count(ranks: Ranks, config: Config) -> None:
+    path = config({"train.nonfinite": "skip", "train.log_every": 6})
+    for name, stops in (("whole", [None]), ("parts", [3, 1, None])):
+        for k, stop_after in enumerate(stops):
+            rows, _, _ = ranks.run(drive.whole, path, [f"run.name={name}"], stop_after, refuse_the_second if k == 0 else None, size=1)[0]
+        assert [(row["step"], row["skipped"]) for row in rows] == [(6, 1)], name
+
+
+def test_starts_that_died_before_a_checkpoint_count(ranks: Ranks, config: Config) -> None:
+    path = config({"train.checkpoint_every": 3, "train.keep_last": 9})
+    checkpoints, ledger = run_folder(path) / "checkpoints", run_folder(path) / "ledger.jsonl"
+    for stop_after, restarts in ((2, 0), (4, 1), (1, 2), (None, 3)):
+        rows, _, _ = ranks.run(drive.whole, path, [], stop_after, size=1)[0]
+        assert {row["restarts"] for row in rows} == {restarts}
+        for step, found in checkpoint.numbered(checkpoints) if stop_after else ():  # that of the stop: as if it had been killed
+            if step != 3:
+                shutil.rmtree(found)
+    assert "4 starts; 4 steps were taken again" in check_ledger(ledger)[1]
+
+
 def test_only_damaged_checkpoints_is_not_step_0(stopped: Path) -> None:
     at = run_folder(stopped) / "checkpoints" / "step_00000003"
     (at / "state.json").unlink()
@@ -272,7 +352,10 @@ def test_other_data_tokenizer_or_model_is_another_run(ranks: Ranks, stopped: Pat
     for overrides, words in (
         ([f"data.train={other}"], "the training data is not what .*step_00000003 was trained on"),
         (["model.n_layer=1"], "the model is not the one in .* \\(n_layer 2 -> 1\\)"),
-        (["data.sequence_length=8", "batch.tokens=64"], "n_positions 16 -> 8"),
+        (
+            ["data.sequence_length=8", "batch.tokens=64"],
+            r"data\.sequence_length .* was 16 for .*step_00000003, now 8: .* write data\.sequence_length=16, or .*run\.name=NEW",
+        ),
         (["model.vocab_size=60"], "vocab_size 50 -> 60"),
     ):
         (outcome,) = ranks.outcomes(drive.whole, stopped, [*overrides, "run.resume=must"], size=1)
@@ -281,13 +364,29 @@ def test_other_data_tokenizer_or_model_is_another_run(ranks: Ranks, stopped: Pat
         assert "run.name=NEW" in outcome.error
 
 
+def test_another_order_of_the_data_is_another_run(ranks: Ranks, stopped: Path) -> None:
+    """A position in it would repeat some windows of the epoch and leave out others; `inspect --ledger` could not tell."""
+    for override, was, now in (
+        ("run.data_seed=7", "run.data_seed", 7),
+        ("run.seed=7", "run.data_seed", 7),
+        ("data.shuffle=false", "data.shuffle", False),
+    ):
+        before = True if was == "data.shuffle" else 1
+        (outcome,) = ranks.outcomes(drive.whole, stopped, [override, "run.resume=must"], size=1)
+        assert f"{was} decides which windows come next, and was {before} for" in outcome.error
+        assert f"now {now}: some would come twice in an epoch, and others never; write {was}={before}" in outcome.error
+    rows, _, _ = ranks.run(drive.whole, stopped, ["run.seed=7", "run.data_seed=1", "run.resume=must"], size=1)[0]
+    assert [row["step"] for row in rows] == [4, 5, 6]
+
+
 def test_another_tokenizer_is_named(stopped: Path) -> None:
-    start = find_start(configs.load(stopped, [], OPTIONS), quiet)
+    cfg = configs.load(stopped, [], OPTIONS)
+    start = find_start(cfg, quiet)
     data = start.numbers["identity"]["data"]
     alone = shares([1.0])
-    check_data(start, data, alone, {"sha256": "sha256 of toy"})
+    check_data(start, cfg, data, alone, {"sha256": "sha256 of toy"})
     with pytest.raises(ConfigError, match="the tokenizer is not what"):
-        check_data(start, data, alone, {"sha256": "another"})
+        check_data(start, cfg, data, alone, {"sha256": "another"})
 
 
 def test_a_finished_run_says_how_to_train_longer(ranks: Ranks, config: Config) -> None:

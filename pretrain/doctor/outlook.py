@@ -14,7 +14,7 @@ from pretrain.config import Config, ConfigError, Layout, layout, load
 from pretrain.doctor.meeting import Place
 from pretrain.launched import Launched, launched_strategy
 from pretrain.loader import Sets, open_sets
-from pretrain.resume import Start, check_data, check_model, check_settings, foresee_start
+from pretrain.resume import Start, check_data, check_model, check_settings, foresee_start, is_over
 from pretrain.strategies import OPTIONS, Strategy, choose
 from pretrain.token_files import ShardError
 
@@ -92,14 +92,14 @@ def _with_data(outlook: Outlook, cfg: Config, launched: Launched | None, main: b
 def _goes_on(cfg: Config, numbers: Layout, strategy: Strategy, sets: Sets) -> Start | None:
     """From where a launch would, with a model that fits; None for a run that begins, or is over. Raises ConfigError where it would not."""
     found = foresee_start(cfg)
-    if found.checkpoint is None or found.progress.over(numbers):
+    if found.checkpoint is None or is_over(found, cfg, numbers):
         return None
     try:
         check_settings(cfg, found, strategy.identity())
     except ConfigError as error:
         held, *keys, way = (line.strip() for line in str(error).splitlines())
         raise ConfigError(f"{held} {', '.join(keys)}; {way}") from None
-    check_data(found, sets.fingerprints, sets.shares, sets.tokenizer)
+    check_data(found, cfg, sets.fingerprints, sets.shares, sets.tokenizer)
     return found
 
 
