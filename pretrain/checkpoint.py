@@ -1,6 +1,6 @@
 """Checkpoints: complete or not there at all. Plain dicts of tensors in and out; no strategy is known here.
 
-A checkpoint is a folder `step_00001000/` with `model/`, `optimizer/` and `extras/` (safetensors, a file per rank, as
+A checkpoint is a folder `step_00001000/` with `model/`, `optimizer/` and `extras/` (safetensors, a file or a few per rank, as
 torch.distributed.checkpoint's HuggingFaceStorageReader reads them: no pickle), `state.json` (numbers), `model.json` (how to build the
 model) and, written last, `manifest.json` (size and xxh3 of every file). It is written as `step_00001000.tmp` and renamed.
 """
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from pretrain.hashed_file import BLOCK, HashedFile
-from pretrain.pieces import Piece, pieces, share, write_safetensors
+from pretrain.pieces import Piece, by_file, pieces, share, write_safetensors
 from pretrain.ranks import gather, rank_in
 
 GROUPS = ("model", "optimizer", "extras")
@@ -60,9 +60,9 @@ def write(folder: Path, step: int, mine: Sequence[Piece], numbers: Mapping[str, 
     def write_share() -> dict[str, Any]:
         written = {}
         for name in GROUPS:
-            if part := [piece for piece in mine if piece.group == name]:
+            for number, part in enumerate(by_file([piece for piece in mine if piece.group == name]), start=1):
                 (temporary / name).mkdir(exist_ok=True)
-                file = f"{name}/shard_{rank + 1:05d}.safetensors"
+                file = f"{name}/shard_{rank + 1:05d}{f'_{number}' if number > 1 else ''}.safetensors"
                 written[file] = write_safetensors(temporary / file, part)
                 synchronise(temporary / name)
         return written

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pretrain.boxes import Stretch
 from pretrain.hashed_file import HashedFile
 from pretrain.ranks import gather, rank_in
 
@@ -47,8 +47,8 @@ def pieces(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
     found = []
     for group, named in tensors.items():
         for name, tensor in sorted(named.items()):
-            if isinstance(tensor, ShardedTensor):
-                local = [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in tensor.local_shards()]
+            if isinstance(tensor, Stretch):
+                local = tensor.boxes
             elif isinstance(tensor, DTensor):
                 _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
                 local = [(tuple(offsets), tensor.to_local())]
@@ -84,9 +84,21 @@ def share(mine: Sequence[Piece], group: dist.ProcessGroup | None) -> list[Piece]
     return [piece for piece in mine if writer[piece.key] == rank_in(group)]
 
 
+def by_file(part: Sequence[Piece]) -> list[list[Piece]]:
+    """Lists in which no tensor comes twice, since a file has room for one rectangle of it: the first of each, the second of those that have more …"""
+    files: list[list[Piece]] = []
+    count: dict[str, int] = defaultdict(int)
+    for piece in part:
+        if count[piece.name] == len(files):
+            files.append([])
+        files[count[piece.name]].append(piece)
+        count[piece.name] += 1
+    return files
+
+
 def write_safetensors(path: Path, part: Sequence[Piece]) -> dict[str, Any]:
     """One piece a name, straight from the tensors' memory. Returns the manifest's entry: the checksum is taken on the way."""
-    assert len({piece.name for piece in part}) == len(part), "a file has room for one rectangle of a tensor"
+    assert len({piece.name for piece in part}) == len(part), "see by_file"
     offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in part}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0

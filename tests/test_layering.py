@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pretrain"
 CORPUS = {"corpus", "tokenization"}
 LEVELS: tuple[set[str], ...] = (
-    {"token_files", "histogram"},
+    {"token_files", "histogram", "boxes"},
     {"config", "shards", "order", "launched", "ranks", "hashed_file", "initial", "interception", "groups"},
     {
         "loader",

@@ -1,5 +1,6 @@
 """A checkpoint belongs to no strategy, precision or number of processes: any takes it over whole and hands it on as it was (promise 3)."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,32 @@ def test_loaded_and_saved_again_it_is_the_same_to_the_byte(ranks: Ranks, first: 
         assert checkpoint.verify(saved) is None
         assert canonical(saved) == before, name
         assert np.allclose(losses, expected, rtol=1e-5 if STRATEGIES[name].exact else 1e-2, atol=0), name
+
+
+def take_twice(path: Path, start: Path, names: list[str]) -> dict[str, list[drive.Rows]]:
+    """Of each strategy, two updates from the checkpoint, and after an evaluation the same two from it again."""
+    found = {}
+    for name in names:
+        mine = [f"strategy.name={name}", f"run.name=twice-{name}", f"run.resume={start}", "train.max_steps=6", "train.checkpoint_every=1"]
+        job, progress = drive.begin(path, [*mine, *OPTIONS.get(name, [])])
+        again = dataclasses.replace(progress)
+        first = drive.steps(job, progress, 2)
+        inputs_BT = torch.zeros(1, job.layout.sequence_length, dtype=torch.long)
+        with job.strategy.evaluation_weights() as module, torch.no_grad():
+            module(inputs_BT, inputs_BT)
+        job.strategy.restore(checkpoint.Stored(start), moments=True, extras=False)
+        job.strategy.load_numbers(checkpoint.read_json(start, "state.json"))
+        found[name] = [first, drive.steps(job, again, 2)]
+        job.loader.close()
+        drive.leave()
+    return found
+
+
+def test_taken_over_in_the_middle_of_a_run(ranks: Ranks, first: tuple[Path, Path]) -> None:
+    """As a rollback does, whatever an evaluation has left gathered."""
+    path, start = first
+    for name, (rows, again) in ranks.run(take_twice, path, start, possible(2), size=2)[0].items():
+        assert rows == again, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

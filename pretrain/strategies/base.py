@@ -227,6 +227,15 @@ class Strategy:
         """Tensors under plain names, tied ones once: `model`, `optimizer` (NAME.KEY), `extras`; each rank its share."""
         return {"model": self.model_state(), "optimizer": self.optimizer_state(self.optimizer), "extras": {}}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """The persistent ones, under plain names."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer
+            for prefix, owner in self.module.named_modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if name not in owner._non_persistent_buffers_set
+        }
+
     def model_state(self) -> dict[str, Tensor]:
         named = dict(self.module.named_parameters())
         tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - named.keys()

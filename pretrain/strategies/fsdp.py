@@ -16,14 +16,9 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
+from pretrain.boxes import Stretch
 from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.initial import Filling, Initial
 from pretrain.pieces import pieces
@@ -154,6 +149,10 @@ def _plugin(**arguments: Any) -> FullyShardedDataParallelPlugin:
     )
 
 
+def _plain(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
 class FSDP1(_Sharded):
     Options = FSDP1Options
     sharding = ShardingStrategy.FULL_SHARD
@@ -194,44 +193,59 @@ class FSDP1(_Sharded):
         return wrapped
 
     def named_parameters(self) -> dict[str, Tensor]:
-        return {name.replace("_fsdp_wrapped_module.", ""): p for name, p in self.module.named_parameters()}
+        return {_plain(name): p for name, p in self.module.named_parameters()}
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.options.sync_each_micro else self.accelerator.no_sync(model)
 
+    def units(self) -> list[Any]:
+        """Those that have parameters of their own, the root first."""
+        return [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._flat_param is not None]
+
+    def places(self) -> dict[str, tuple[Tensor, torch.Size, int]]:
+        """Of each weight what this process has of it, possibly nothing, its whole shape, and where in it, flattened, its part begins. torch's
+        own state dicts gather unit by unit and divide anew."""
+        names, found = {id(p): name for name, p in self.named_parameters().items()}, {}
+        for unit in self.units():
+            flat = unit._flat_param
+            shard = getattr(flat, "_local_shard", flat).detach()  # the former from the first forward on, whatever is gathered
+            for p, shape, part in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+                begin = part.offset_in_shard or 0
+                found[names[id(p)]] = shard[begin : begin + (part.numel_in_shard or 0)], shape, part.intra_param_start_idx or 0
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {_plain(name): buffer for name, buffer in super().buffers().items()}
+
     def model_state(self) -> dict[str, Tensor]:
-        tied = self._tied()
-        return {name: tensor for name, tensor in get_model_state_dict(self.model).items() if name not in tied}  # type: ignore[misc]
+        return {name: Stretch(*place) for name, place in self.places().items()} | self.buffers()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        states: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)["state"]  # type: ignore[assignment]
-        return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+        parameters = self.named_parameters()
+        return {
+            f"{name}.{key}": Stretch(value, shape, start) if value.ndim else value
+            for name, (part, shape, start) in self.places().items()
+            for key, value in optimizer.state.get(parameters[name], {}).items()
+            if isinstance(value, Tensor) and part.numel()
+        }
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        model = dict(state["model"])
-        model |= {name: model[twin] for name, twin in self._tied().items()}
-        set_model_state_dict(self.model, model)  # type: ignore[arg-type]
-        optimizer: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
-        for name, value in state["optimizer"].items():
-            parameter, _, key = name.rpartition(".")
-            optimizer["state"][parameter][key] = value
-        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=optimizer)
-
-    def _tied(self) -> dict[str, str]:
-        """The other names of parameters that have two, with the first."""
-        first = {id(p): name for name, p in self.module.named_parameters()}
-        every = self.module.named_parameters(remove_duplicate=False)
-        return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+        """They have been read into what trains; what is gathered is gathered anew."""
+        for unit in self.units():
+            if hasattr(unit._flat_param, "_local_shard"):
+                unit._handle.reshard(free_unsharded_flat_param=True)
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            for name, p in self.named_parameters().items():
-                yield name, p.detach().clone()  # whoever keeps it keeps nothing that FSDP will resize
+        names = {id(p): name for name, p in self.named_parameters().items()}
+        for unit in self.units():
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                for p in unit._flat_param._params:
+                    yield names[id(p)], p.detach().clone()  # whoever keeps it keeps nothing that FSDP will resize
+        yield from self.buffers().items()
 
     def gathered_elements(self) -> tuple[int, int, int]:
-        units = FullyShardedDataParallel.fsdp_modules(self.model)
-        sizes = [unit._flat_param._unpadded_unsharded_size.numel() for unit in units if unit._flat_param is not None]
+        sizes = [unit._flat_param._unpadded_unsharded_size.numel() for unit in self.units()]
         again = 0 if self.sharding == ShardingStrategy.SHARD_GRAD_OP else sum(sizes[1:])  # the first is the root, which is kept
         return sum(sizes), again, self.shard_size
 

@@ -222,11 +222,6 @@ class DeepSpeed(Strategy):
             yield name, deepspeed().utils.safe_get_full_fp32_param(p)
         yield from self.buffers().items()
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The persistent ones."""
-        weights = dict(self.module.named_parameters(remove_duplicate=False))
-        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in weights}
-
     def whole_states(self) -> Iterator[tuple[str, str, Tensor]]:
         state = self.optimizer.state[self.pieces()[0]]
         for name, p in self.module.named_parameters():
