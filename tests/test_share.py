@@ -13,12 +13,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretrain import checkpoint
 from pretrain import job as jobs
 from pretrain import model as models
+from pretrain.boxes import Stretch
 
 Config = Callable[..., Path]
 SHARDED = ["fsdp1", "fsdp2", *(["deepspeed3"] if importlib.util.find_spec("deepspeed") else [])]
 SMALL = ["reduce_bucket_size=1000", "stage3_prefetch_bucket_size=1000", "stage3_param_persistence_threshold=0"]
+
+
+def storages(tensors: Any) -> list[torch.UntypedStorage]:
+    """Those in memory."""
+    leaves = (leaf for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor | Stretch))
+    return [leaf.untyped_storage() for leaf in leaves if not leaf.is_meta]
 
 
 class Allocations(TorchDispatchMode):
@@ -33,10 +41,8 @@ class Allocations(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again as what it does to its local part
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self._live[storage._cdata] = storage
+        given = {storage._cdata for storage in storages((args, kwargs))}  # of which there may be views
+        self._live |= {storage._cdata: storage for storage in storages(out) if storage._cdata not in given}
         self.most = max(self.most, sum(storage.nbytes() for storage in self._live.values()))
         return out
 
@@ -65,3 +71,28 @@ def test_no_process_makes_the_whole_model(ranks: Ranks, config: Config) -> None:
         assert most >= whole, "nothing was counted"
         for name, (most, whole) in found.items():
             assert most < 0.9 * whole, name
+
+
+def needed_to_save_and_load(path: Path, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+    """(bytes that a save makes, that a load makes, those of the largest weight)."""
+    found = {}
+    for name in names:
+        job, progress = drive.begin(path, [f"strategy.name={name}", f"run.name={name}"])
+        drive.steps(job, progress, 1)
+        with Allocations() as saving:
+            saved = checkpoint.save(job.saver.folder, 1, job.strategy.state(), {}, job.described, job.control)
+        with Allocations() as loading:
+            job.strategy.restore(checkpoint.Stored(saved), moments=True, extras=True)
+        largest = max(4 * p.numel() for p in models.outline(job.cfg, 64, 0)[0].parameters())
+        found[name] = saving.most, loading.most, largest
+        job.loader.close()
+        drive.leave()
+    return found
+
+
+def test_nothing_is_gathered_to_save_or_load(ranks: Ranks, config: Config) -> None:
+    path = config({"model.n_embd": 256})
+    for by_rank in ranks.run(needed_to_save_and_load, path, ["fsdp1", "fsdp1_grad_op", "fsdp2", "hsdp"], size=4):
+        for name, (saving, loading, largest) in by_rank.items():
+            assert saving < largest / 4, name
+            assert loading <= largest, name
