@@ -154,8 +154,11 @@ def _allocate_state(optimizer: Optimizer) -> None:
         for p in parameters if optimizer.defaults["momentum"] else ():
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
+    largest = max(parameters, key=lambda p: 0 if isinstance(p, DTensor) else p.numel())
+    zeros = torch.zeros(largest.numel(), device=largest.device)
+    for p in parameters:  # a step reads them and does no more: all can be views of one
+        shared = not isinstance(p, DTensor) and (p.device, p.dtype) == (zeros.device, zeros.dtype)
+        p.grad = zeros[: p.numel()].view(p.shape) if shared else torch.zeros_like(p)
     gated_step(optimizer, torch.ones((), dtype=torch.float32, device=parameters[0].device))
     optimizer.zero_grad(set_to_none=True)
 

@@ -5,12 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.collectives import bytes_sent
-from pretrain.config import ConfigError, Limits
+from pretrain.config import Config, ConfigError, Limits
 from pretrain.strategies.base import Strategy
 
 
@@ -20,6 +21,11 @@ class DDPOptions:
     gradient_as_bucket_view: bool = True  # saves one copy of the gradients
     static_graph: bool = False  # the same weights take part in every update: DDP may plan ahead
     limits: ClassVar[Limits] = {"bucket_cap_mb": (1, 100_000)}
+
+
+@dataclass
+class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]  # Accelerate has no types
+    init_sync: bool = True  # the argument that Accelerate's leaves out
 
 
 class DDP(Strategy):
@@ -35,6 +41,12 @@ class DDP(Strategy):
                 static_graph=o.static_graph,
             )
         ]
+
+    def make_accelerator(self, cfg: Config) -> Accelerator:
+        """All ranks have made or read the same weights, and have said so to each other: none need be sent."""
+        super().make_accelerator(cfg)
+        self.accelerator.ddp_handler = _Handler(**vars(self.accelerator.ddp_handler), init_sync=False)
+        return self.accelerator
 
     def wrap(self, module: nn.Module) -> nn.Module:
         wrapped = self.accelerator.prepare_model(module)

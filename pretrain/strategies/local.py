@@ -102,7 +102,7 @@ class LocalSGD(Strategy):
         if self.mates is None:
             return module
         devices = None if self.accelerator.device.type == "cpu" else [self.accelerator.device]
-        return DistributedDataParallel(module, device_ids=devices, process_group=self.mates, gradient_as_bucket_view=True)
+        return DistributedDataParallel(module, device_ids=devices, process_group=self.mates, gradient_as_bucket_view=True, init_sync=False)
 
     def optimize(self, recipe: Recipe) -> Optimizer:
         self.parameters = list(self.module.parameters())
