@@ -139,7 +139,7 @@ def start(
                     shuffle=cfg.data.shuffle, vocab_size=module.vocab_size, device=device)  # fmt: skip
     saver = Saver(cfg.folder / "checkpoints", for_saving, cfg.train, numbers.steps, tell)
     saver.step, saver.damaged, saver.seconds = progress.step, set(found.damaged), found.numbers.get("save_seconds", 0.0)
-    saver.of_main = {name for name, _ in module.named_buffers()}
+    saver.of_main = strategy.buffers().keys()
     saver.records = [cfg.folder / name for name in ("ledger.jsonl", "metrics.jsonl") if world.rank == 0]
     job = Job(cfg, world, numbers, sets, strategy, model, loader, Clock(device, progress.train_seconds), stops, runfolder.Status(cfg.folder, world.rank),
               control, saver, described, init_hash, None, None, None, peak_flops(device, precision, cfg.run.tf32), flops, compile_mode)  # fmt: skip
@@ -232,8 +232,9 @@ def warm_up(job: Job) -> dict[str, str]:
     targets_BT = tokens_BT.clone()  # not the same tensor twice: a compiler would make a rule of it
     job.strategy.warm_up(tokens_BT, targets_BT)
     in_use = check_in_use(job.strategy, tokens_BT, targets_BT)
-    for name, buffer in module.named_buffers():  # those that a forward changes, such as running statistics
-        buffer.copy_(before[name])
+    for name, buffer in module.named_buffers():
+        if name in before:  # a forward may change it, as it does running statistics, and make others
+            buffer.copy_(before[name])
     return in_use
 
 

@@ -57,15 +57,15 @@ class Drifting(PretrainGPT2):
 
     def __init__(self, config: object) -> None:
         super().__init__(config)
-        self.register_buffer("forwards", torch.zeros(()))
-        self.register_buffer("mean", torch.zeros(()))
+        self.transformer.h[0].register_buffer("forwards", torch.zeros(()))
+        self.transformer.h[0].register_buffer("mean", torch.zeros(()))
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self.training:
-            self.forwards += 1
-            self.mean.lerp_(inputs_BT.float().mean(), 0.1)
+            self.transformer.h[0].forwards.add_(1)
+            self.transformer.h[0].mean.lerp_(inputs_BT.float().mean(), 0.1)
         loss_sum, tokens = super().forward(inputs_BT, targets_BT)
-        return loss_sum * (1 + self.mean / 100), tokens
+        return loss_sum * (1 + self.transformer.h[0].mean / 100), tokens
 
 
 class Unsavable(PretrainGPT2):

@@ -86,8 +86,21 @@ def test_what_a_forward_changes_is_part_of_the_run(ranks: Ranks, config: Config,
         parts += rows
     assert same(parts) == same(whole)
     assert drive.largest_difference(trained, weights)[0] == 0
-    assert weights["forwards"] == 6 * 8 / 2 / size
-    assert weights["mean"] > 1
+    assert weights["transformer.h.0.forwards"] == 6 * 8 / 2 / size
+    assert weights["transformer.h.0.mean"] > 1
+
+
+def test_buffers_are_the_main_processs(ranks: Ranks, config: Config) -> None:
+    """Where nobody hands them round, too."""
+    path = config({"model.build": "custom_models:Drifting", "train.max_steps": 2})
+    for name in ("fsdp1", "fsdp2", "zero1", "local_sgd"):
+        every = ["strategy.options.sync_every=1"] if name == "local_sgd" else []
+        (_, weights, _), _ = ranks.run(drive.whole, path, [f"strategy.name={name}", f"run.name={name}", *every], size=2)
+        found = {buffer: torch.zeros(()) for buffer in weights if buffer.endswith((".forwards", ".mean"))}
+        assert len(found) == 2
+        stored = checkpoint.Stored(checkpoint.path_of(run_folder(path, f"run.name={name}") / "checkpoints", 2))
+        stored.fill("model", found)
+        assert {buffer: float(value) for buffer, value in found.items()} == {buffer: float(weights[buffer]) for buffer in found}, name
 
 
 def test_resuming_on_other_layouts_is_the_same_run(ranks: Ranks, config: Config) -> None:
