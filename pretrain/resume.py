@@ -150,17 +150,15 @@ def _candidates(cfg: Config) -> tuple[list[Path], str]:
     """(checkpoints to try one after the other, what to say where none of them is valid, or nothing where it is the one that was asked for)."""
     wanted, folder = cfg.run.resume, cfg.folder / "checkpoints"
     existing = checkpoint.newest_first(folder)
-    path = _path_asked_for(cfg)
-    if path and not any(_begun_from(own) == path for own in existing):
+    begins = _path_asked_for(cfg)
+    if begins and not any(_begun_from(own) == begins for own in existing):  # the same command goes on, whatever has become of the path
         asked_for, nothing = _from_path(wanted)
         ours = [path for path in existing if path.resolve() in [given.resolve() for given in asked_for]]
         if ours and ours[0] != existing[0]:
             raise ConfigError(
                 f"run.resume={wanted}: {existing[0].name} in the same folder is of a later step; delete what you give up, or go on in a new run: run.name=NEW"
             )
-        if (
-            ours or not existing
-        ):  # a path is where a run starts from; once it has checkpoints of its own it goes on from these, whatever becomes of it
+        if ours or not existing:  # a path is where a run starts from; once it has checkpoints of its own it goes on from these
             return asked_for, nothing
     if wanted == "never" and existing:
         step = checkpoint.step_of(existing[0])

@@ -28,9 +28,7 @@ class Saver:
         self.step = 0  # of the newest checkpoint, or of the start at step 0, where there is nothing to save; read it after `wait`
         self.damaged: set[Path] = set()  # checkpoints that this run has passed over, and not yet written anew
         self.seconds = 0.0  # the longest that one took, copying included
-        self.of_main: Collection[
-            str
-        ] = ()  # buffers, of which each rank may have another: the main process's, as where DDP hands them round
+        self.of_main: Collection[str] = ()  # buffers, of which each rank may have another: the main process's, as DDP hands them round
         self.records: Sequence[Path] = ()  # of the steps that a checkpoint counts: on disk before it
         self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
         self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes

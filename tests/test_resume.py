@@ -1,6 +1,7 @@
 """Where a run starts, what it refuses to go on from, and: interrupted and resumed is uninterrupted."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -93,7 +94,7 @@ def test_what_a_forward_changes_is_part_of_the_run(ranks: Ranks, config: Config,
 def test_buffers_are_the_main_processs(ranks: Ranks, config: Config) -> None:
     """Where nobody hands them round, too."""
     path = config({"model.build": "custom_models:Drifting", "train.max_steps": 2})
-    for name in ("fsdp1", "fsdp2", "zero1", "local_sgd"):
+    for name in ("fsdp1", "fsdp2", "zero1", "local_sgd", *(["deepspeed2", "deepspeed3"] if importlib.util.find_spec("deepspeed") else [])):
         every = ["strategy.options.sync_every=1"] if name == "local_sgd" else []
         (_, weights, _), _ = ranks.run(drive.whole, path, [f"strategy.name={name}", f"run.name={name}", *every], size=2)
         found = {buffer: torch.zeros(()) for buffer in weights if buffer.endswith((".forwards", ".mean"))}

@@ -203,11 +203,11 @@ class DeepSpeed(Strategy):
         }
 
     def share(self) -> set[str]:
-        """The tensors that this process writes: the largest first, each to the process that has least."""
-        sizes = {name: math.prod(shape) for name, shape in self.shapes().items()}
+        """The tensors that this process writes: the largest first, each to the process that has least, but the main process's buffers."""
+        sizes, buffers = {name: math.prod(shape) for name, shape in self.shapes().items()}, self.buffers()
         loads, owners = [0] * self.accelerator.num_processes, {}
         for name in sorted(sizes, key=lambda name: -sizes[name]):
-            owners[name] = loads.index(min(loads))
+            owners[name] = 0 if name in buffers else loads.index(min(loads))
             loads[owners[name]] += sizes[name]
         return {name for name, owner in owners.items() if owner == self.accelerator.process_index}
 
