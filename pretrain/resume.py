@@ -74,7 +74,8 @@ def find_start(cfg: Config, say: Callable[[str], object], group: dist.ProcessGro
     if start is None:
         raise _none_valid(otherwise, problems)
     progress, ledger = start.progress, cfg.folder / "ledger.jsonl"
-    starts, forgotten = broadcast(group, (starts_in(ledger), rollbacks_since(ledger, progress.step)) if main else (0, []))
+    told = (starts_in(ledger), rollbacks_since(ledger, progress.step) if paths else []) if main else (0, [])
+    starts, forgotten = broadcast(group, told)
     progress.restarts = max(starts, progress.restarts + 1 if paths else 0)
     if start.checkpoint is not None:
         progress.passed_over += [windows for windows in forgotten if windows not in progress.passed_over]

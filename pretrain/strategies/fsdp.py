@@ -202,10 +202,14 @@ class FSDP1(_Sharded):
         """Those that have parameters of their own, the root first."""
         return [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._flat_param is not None]
 
+    def names(self) -> dict[int, str]:
+        """By the identity of the parameter."""
+        return {id(p): name for name, p in self.named_parameters().items()}
+
     def places(self) -> dict[str, tuple[Tensor, torch.Size, int]]:
         """Of each weight what this process has of it, possibly nothing, its whole shape, and where in it, flattened, its part begins. torch's
         own state dicts gather unit by unit and divide anew."""
-        names, found = {id(p): name for name, p in self.named_parameters().items()}, {}
+        names, found = self.names(), {}
         for unit in self.units():
             flat = unit._flat_param
             shard = getattr(flat, "_local_shard", flat).detach()  # the former from the first forward on, whatever is gathered
@@ -237,7 +241,7 @@ class FSDP1(_Sharded):
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(p): name for name, p in self.named_parameters().items()}
+        names = self.names()
         for unit in self.units():
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for p in unit._flat_param._params:
