@@ -7,9 +7,11 @@ launches is made the ordinary way.
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MODULES = ("pretrain.train", "pretrain.cli", "pretrain.supervise", "pretrain.export", "torch._dynamo", "torch.distributed.run",
             "accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")  # fmt: skip
+_STACKS = 1 << (signal.SIGUSR2 - 1)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NAMESPACE, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20000, 1, 32, 4096, 16384, 1 << 18, 2
 
@@ -100,6 +103,7 @@ def become(act: Callable[[list[str]], int | None], words: list[str], env: Mappin
         os.environ.update(env)
         if new_session:
             os.setsid()
+        faulthandler.register(signal.SIGUSR2)  # where it hangs is for its standard error: see `show_stacks`
         if prepare:
             prepare()
         atexit._clear()
@@ -171,6 +175,7 @@ class Launch:
         end = time.monotonic() + seconds
         while self.running() or alive():
             if time.monotonic() > end:
+                show_stacks()
                 end_all()
                 self.top.wait()
                 return False
@@ -197,6 +202,25 @@ def alive() -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def show_stacks() -> None:
+    """Each forked process below this one writes where its threads are to its own standard error."""
+    left = [process for process in alive() if _signals(process, "SigCgt") & _STACKS]
+    for process in left:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGUSR2)
+    end = time.monotonic() + 5
+    while any((_signals(process, "ShdPnd") | _signals(process, "SigBlk")) & _STACKS for process in left) and time.monotonic() < end:
+        time.sleep(0.01)  # it has not been handled yet, or is just being
+
+
+def _signals(process: psutil.Process, which: str) -> int:
+    """A set of signals of a process's /proc/PID/status, number n being bit n − 1; none of a process that has ended."""
+    with suppress(OSError):
+        found = re.search(rf"^{which}:\t(.*)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        return int(found[1], 16) if found else 0
+    return 0
 
 
 def end_all() -> None:

@@ -63,6 +63,28 @@ def test_what_has_only_lost_its_first_thread_is_waited_for() -> None:
     assert done.returncode == 0, done.stderr
 
 
+STUCK = """
+import sys, time
+from pathlib import Path
+import conformance_launch
+def stuck(words):
+    print("begun", flush=True)
+    time.sleep(600)
+conformance_launch.import_all([])
+conformance_launch.entry = lambda command: stuck
+launch = conformance_launch.Launch(["pretrain"], Path(sys.argv[1]), fast=True)
+assert launch.until(lambda: "begun" in launch.text(), 60)
+assert not launch.wait(0)
+assert " in stuck" in launch.text(), launch.text()
+"""
+
+
+def test_a_launch_that_hangs_says_where(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "output")]
+    done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
