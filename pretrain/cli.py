@@ -33,15 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("compare: give either a config, --merge or --parity")
     options.launcher_flags = launcher_flags
     verb: Callable[[argparse.Namespace], int] = options.verb
-    if goes_on := verb in (prepare, merge):
+    again = "goes on where it was" if verb is prepare else "merges from the beginning" if verb is merge else None
+    if again:
         for request in (signal.SIGTERM, signal.SIGHUP):  # what schedulers send, and a terminal that is closed
             if signal.getsignal(request) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(request, signal.default_int_handler)
     try:
         return verb(options)
     except KeyboardInterrupt:
-        print("interrupted" + "; the same command goes on where it was" * goes_on, file=sys.stderr)
-        return 75 if goes_on else 1
+        print(f"interrupted; the same command {again}" if again else "interrupted", file=sys.stderr)
+        return 75 if again else 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

@@ -112,7 +112,8 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[
         nonlocal asked
         if asked:
             for child in psutil.Process().children(recursive=True):
-                child.kill()
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    child.kill()
         asked = True
         launcher.send_signal(signal.SIGTERM)
 

@@ -33,7 +33,7 @@ _MODULES = ("pretrain.train", "pretrain.cli", "pretrain.supervise", "pretrain.ex
             "accelerate.commands.launch", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")  # fmt: skip
 _STACKS = 1 << (signal.SIGUSR2 - 1)
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_NEW_NAMESPACE, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20000, 1, 32, 4096, 16384, 1 << 18, 2
+_NEW_NAMESPACE, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE, _DETACH, _MOVE = 0x20000, 1, 32, 4096, 16384, 1 << 18, 2, 8192
 
 
 def import_all(strategies: Sequence[str]) -> None:
@@ -290,8 +290,12 @@ class Disk:
         (self.folder / "filler").unlink(missing_ok=True)
 
     def protect(self, folder: Path) -> None:
-        _mount(bytes(folder), bytes(folder), None, _BIND)
-        _mount(b"none", bytes(folder), None, _REMOUNT | _READ_ONLY | _BIND)
+        """From one moment to the next: a mount that somebody writes through already cannot be made read-only."""
+        aside = self.folder / "aside"
+        aside.mkdir(exist_ok=True)
+        _mount(bytes(folder), bytes(aside), None, _BIND)
+        _mount(b"none", bytes(aside), None, _REMOUNT | _READ_ONLY | _BIND)
+        _mount(bytes(aside), bytes(folder), None, _MOVE)
 
     def unprotect(self, folder: Path) -> None:
         _LIBC.umount2(bytes(folder), _DETACH)

@@ -159,6 +159,21 @@ def test_ctrl_c_says_that_it_goes_on(
     assert cli.main(command) == 0
 
 
+def test_ctrl_c_in_a_merge_says_that_it_begins_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    prepare([str(folder)], tmp_path / "set", Settings(**BYTES), workers=1, part=(1, 2))
+    prepare([str(folder)], tmp_path / "set", Settings(**BYTES), workers=1, part=(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr("pretrain.corpus.merge", interrupted)
+        assert cli.main(["merge", str(tmp_path / "set")]) == 75
+    assert capsys.readouterr().err == "interrupted; the same command merges from the beginning\n"
+    assert cli.main(["merge", str(tmp_path / "set")]) == 0
+
+
 def test_a_scheduler_that_signals_every_process_loses_nothing(folder: Path, tmp_path: Path) -> None:
     """SIGTERM to the whole group, as Slurm sends it: the workers leave the answer to their parent."""
     for number in range(24):

@@ -2,10 +2,16 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import make_set, write_config
 
@@ -119,6 +125,39 @@ def test_who_finished_has_finished_although_the_next_launch_is_there(ended: Call
 def test_who_was_refused_by_a_faster_launch_says_so(ended: Callable[..., int], tmp_path: Path) -> None:
     assert ended(1, None, taken_over=True) == 2
     assert '"running"' in (tmp_path / "runs" / "run" / "status.json").read_text()  # theirs
+
+
+STUBBORN = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+def test_a_second_request_kills_those_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen in conformance: a process that had ended since it was listed, and a traceback."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ghost = psutil.Process(ended.pid)
+    ended.wait()
+    children = psutil.Process.children
+    monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: [ghost, *children(process, recursive=recursive)])
+
+    send, (read, write) = subprocess.Popen.send_signal, os.pipe()
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: (send(process, number), os.write(write, b".")))
+
+    def ask_twice() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.read(read, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask_twice)
+    asking.start()
+    command = [sys.executable, "-c", STUBBORN, str(tmp_path / "ready")]
+    assert supervise._run(command, dict(os.environ), 2) == (-signal.SIGKILL, True)
+    asking.join()
 
 
 def test_each_launch_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
