@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -53,7 +53,13 @@ def environment() -> dict[str, str]:
 
 
 class Fork(subprocess.Popen[bytes]):
-    """A Popen that forks where the command is one of ours, and executes everything else."""
+    """A Popen that forks where the command is one of ours, and executes everything else.
+
+    A launcher's trainers are held at a gate until all are forked: its store's thread looks up the name of each that connects, and a child
+    forked in that moment has the resolver's lock (glibc, resolv_conf.c) without the thread that would open it.
+    """
+
+    gate: ClassVar[tuple[int, int] | None] = None  # a pipe: open when nobody can write any more
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any, *rest: Any) -> None:  # fmt: skip
         act = entry(args)
@@ -63,9 +69,16 @@ class Fork(subprocess.Popen[bytes]):
         pipes, new_session = rest[3:9], rest[14]
         sys.stdout.flush()
         sys.stderr.flush()
+        number, of = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        if number == 0 and of > 1:
+            Fork.gate = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             become(act, [str(word) for word in args], dict(env), (pipes[0], pipes[3], pipes[5]), new_session, preexec_fn)
+        if Fork.gate and number == of - 1:
+            for end in Fork.gate:
+                os.close(end)
+            Fork.gate = None
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
         self._child_created = True
 
@@ -98,6 +111,10 @@ def become(act: Callable[[list[str]], int | None], words: list[str], env: Mappin
         for standard, descriptor in enumerate(descriptors):
             if descriptor != -1:
                 os.dup2(descriptor, standard)
+        if Fork.gate:
+            os.close(Fork.gate[1])
+            os.read(Fork.gate[0], 1)
+            Fork.gate = None
         os.closerange(3, 1 << 14)  # the launcher's sockets among them
         os.environ.clear()
         os.environ.update(env)

@@ -85,6 +85,30 @@ def test_a_launch_that_hangs_says_where(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+GATE = """
+import sys, time
+from pathlib import Path
+import conformance_launch
+def begin(words):
+    Path(words[1]).touch()
+conformance_launch.import_all([])
+conformance_launch.entry = lambda command: lambda _: begin(command)
+trainers = []
+for rank in range(3):
+    time.sleep(0.2)  # for those that do not wait
+    assert not list(Path(sys.argv[1]).iterdir())
+    trainers.append(conformance_launch.Fork(["trainer", f"{sys.argv[1]}/{rank}"], env={"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}))
+assert [trainer.wait(60) for trainer in trainers] == [0, 0, 0]
+assert sorted(path.name for path in Path(sys.argv[1]).iterdir()) == ["0", "1", "2"]
+"""
+
+
+def test_no_trainer_begins_while_its_launcher_still_forks(tmp_path: Path) -> None:
+    """Seen in conformance: seed 533185, trial 56 hung, a rank waiting for a lock that a thread of its launcher held at the fork."""
+    done = subprocess.run([sys.executable, "-c", GATE, str(tmp_path)], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
