@@ -22,6 +22,7 @@ from pretrain.runfolder import Status, cannot_write, in_use, note_end, read_stat
 TRAINER = Path(__file__).with_name("train.py")
 _SHUTDOWN_SECONDS = 120  # how long the launcher lets its workers save after a request to stop
 _FIRST_RECORDS = 1 << 16  # bytes: what is written into a run folder before step 1, without the copy of the code
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -117,7 +118,8 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[
         asked = True
         launcher.send_signal(signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for number in _REQUESTS:
+        signal.signal(number, forward)
     try:
         code = launcher.wait()
         for orphan in psutil.Process().children(recursive=True):
@@ -127,8 +129,8 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[
                 orphan.wait()
         return code, asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in _REQUESTS:  # what it came to is settled: nobody's second request makes another status of it
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _processes(flags: Sequence[str]) -> int:

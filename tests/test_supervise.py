@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -127,6 +127,31 @@ def test_who_was_refused_by_a_faster_launch_says_so(ended: Callable[..., int], t
     assert '"running"' in (tmp_path / "runs" / "run" / "status.json").read_text()  # theirs
 
 
+LATE = """
+import os, signal, sys
+from pretrain import supervise
+ended = supervise._run([sys.executable, "-c", ""], dict(os.environ), 2)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+print(*ended)
+"""
+
+
+def test_a_request_after_the_end_changes_no_status() -> None:
+    """Seen in conformance: a second SIGTERM came when the run had stopped, and -15 came out instead of 75."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0 False\n"), done.stderr
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Are as they were, afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,6 +160,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_second_request_kills_those_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen in conformance: a process that had ended since it was listed, and a traceback."""
     ended = subprocess.Popen([sys.executable, "-c", ""])

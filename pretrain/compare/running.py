@@ -145,5 +145,5 @@ def _wait(child: "subprocess.Popen[bytes]") -> int:
         status = child.wait()
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if asked else handler)  # the comparison ends, and says so
     return STOPPED if asked else status
