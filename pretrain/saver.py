@@ -36,14 +36,13 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointError | None] | None = None
 
-    def start(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any], *,
-              copied: bool) -> None:  # fmt: skip
-        """Returns as soon as training may change the tensors: once they are copied, if they are not `copied` already, or, where nothing may
-        be written beside training, once they are written, which takes no memory. Call `wait` before."""
+    def start(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        """Returns as soon as training may change the tensors: once they are copied, or, where nothing may be written beside training, once
+        they are written, which takes no memory. Call `wait` before."""
         assert self._pending is None
         began = time.perf_counter()
         mine = self._share(pieces(tensors))
-        staged = self._copy(mine) if self.train.async_checkpoint and not copied else mine
+        staged = self._copy(mine) if self.train.async_checkpoint else mine
         waited = time.perf_counter() - began
         self._pending = self._thread.submit(self._write, step, staged, numbers, model, began, waited)
         if not self.train.async_checkpoint:

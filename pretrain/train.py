@@ -256,7 +256,7 @@ def save(job: Job, progress: Progress, watch: Watch, *, must: bool) -> None:
         if progress.step != job.saver.step:
             watch.look(progress)
             numbers = checkpoint_numbers(job, progress)
-            job.saver.start(progress.step, job.strategy.state(), numbers, job.described, copied=job.strategy.copies_state)
+            job.saver.start(progress.step, job.strategy.state(), numbers, job.described)
         if must and (error := job.saver.wait()):
             raise error
 

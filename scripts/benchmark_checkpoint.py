@@ -76,7 +76,7 @@ def save(job: Job, step: int, beside: bool) -> tuple[float, float]:
     job.saver.train = replace(job.saver.train, async_checkpoint=beside)
     dist.barrier()
     began = time.perf_counter()
-    job.saver.start(step, job.strategy.state(), {}, job.described, copied=job.strategy.copies_state)
+    job.saver.start(step, job.strategy.state(), {}, job.described)
     waited = time.perf_counter() - began
     assert job.saver.wait() is None
     return waited, time.perf_counter() - began

@@ -77,7 +77,7 @@ def worker(folder: Path, name: str) -> None:
 
     def save(step: int, beside: bool) -> None:
         made.saver.train = replace(made.saver.train, async_checkpoint=beside)
-        made.saver.start(step, made.strategy.state(), {}, made.described, copied=made.strategy.copies_state)
+        made.saver.start(step, made.strategy.state(), {}, made.described)
         assert made.saver.wait() is None
 
     beside = peak.of(lambda: save(1, True))

@@ -169,7 +169,7 @@ def test_how_a_save_went_is_told_once(tmp_path: Path, beside: bool) -> None:
     said: list[str] = []
     (tmp_path / "checkpoints").write_text("no folder")
     saver = Saver(tmp_path / "checkpoints", None, Train(async_checkpoint=beside), 9, said.append)
-    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
     assert "cannot write" in str(saver.wait())
     assert saver.wait() is None
     assert len(said) == 1
@@ -185,7 +185,7 @@ def test_any_failure_of_a_save_is_told_at_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(subject, "write_safetensors", slip)
     said: list[str] = []
     saver = Saver(tmp_path, None, Train(), 9, said.append)
-    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
     assert "KeyError: 'nothing'" in str(saver.wait())
     assert "step 5: no checkpoint was written" in said[0]
 
@@ -197,7 +197,7 @@ def test_what_training_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     for beside, waited in ((True, 100), (False, 200)):
         said: list[str] = []
         saver = Saver(tmp_path / str(beside), None, Train(async_checkpoint=beside), 9, said.append)
-        saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+        saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
         assert saver.wait() is None
         assert f"in 200.0s, training waited {waited}.0s" in said[0]
 
@@ -209,7 +209,7 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_counts_their_steps(t
     monkeypatch.setattr(os, "fsync", lambda file: synchronised.append(os.fstat(file).st_ino))
     saver = Saver(tmp_path, None, Train(), 9, lambda line: None)
     saver.records = [ledger, tmp_path / "not yet"]
-    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
     assert saver.wait() is None
     assert synchronised[0] == ledger.stat().st_ino
     assert len(synchronised) > 4
@@ -231,7 +231,7 @@ def test_what_a_failed_save_could_not_remove_goes_with_the_next(tmp_path: Path) 
     left = tmp_path / "step_00000004.tmp"
     left.mkdir()
     saver = Saver(tmp_path, None, Train(), 9, lambda line: None)
-    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {}, copied=False)
+    saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
     assert saver.wait() is None
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 

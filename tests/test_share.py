@@ -19,7 +19,8 @@ from pretrain import model as models
 from pretrain.boxes import Stretch
 
 Config = Callable[..., Path]
-SHARDED = ["fsdp1", "fsdp2", *(["deepspeed3"] if importlib.util.find_spec("deepspeed") else [])]
+STAGES = ["deepspeed1", "deepspeed2", "deepspeed3"] if importlib.util.find_spec("deepspeed") else []
+SHARDED = ["fsdp1", "fsdp2", *STAGES[2:]]
 SMALL = ["reduce_bucket_size=1000", "stage3_prefetch_bucket_size=1000", "stage3_param_persistence_threshold=0"]
 
 
@@ -47,14 +48,18 @@ class Allocations(TorchDispatchMode):
         return out
 
 
+def overrides(name: str) -> list[str]:
+    options = [f"strategy.options.{option}" for option in SMALL] if name == "deepspeed3" else []
+    return [f"strategy.name={name}", f"run.name={name}", *options]
+
+
 def held_at_most(path: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """(the most bytes before the warm-up, those of the whole model)."""
     found, warm_up = {}, jobs.warm_up
     jobs.warm_up = lambda job: {}
     for name in names:
-        options = [f"strategy.options.{option}" for option in SMALL] if name == "deepspeed3" else []
         with Allocations() as allocations:
-            job, _ = drive.begin(path, [f"strategy.name={name}", f"run.name={name}", *options])
+            job, _ = drive.begin(path, overrides(name))
         job.loader.close()
         found[name] = allocations.most, 4 * models.parameter_count(models.outline(job.cfg, 64, 0)[0])
         drive.leave()
@@ -77,7 +82,7 @@ def needed_to_save_and_load(path: Path, names: Sequence[str]) -> dict[str, tuple
     """(bytes that a save makes, that a load makes, those of the largest weight)."""
     found = {}
     for name in names:
-        job, progress = drive.begin(path, [f"strategy.name={name}", f"run.name={name}"])
+        job, progress = drive.begin(path, overrides(name))
         drive.steps(job, progress, 1)
         with Allocations() as saving:
             saved = checkpoint.save(job.saver.folder, 1, job.strategy.state(), {}, job.described, job.control)
@@ -92,7 +97,7 @@ def needed_to_save_and_load(path: Path, names: Sequence[str]) -> dict[str, tuple
 
 def test_nothing_is_gathered_to_save_or_load(ranks: Ranks, config: Config) -> None:
     path = config({"model.n_embd": 256})
-    for by_rank in ranks.run(needed_to_save_and_load, path, ["fsdp1", "fsdp1_grad_op", "fsdp2", "hsdp"], size=4):
+    for by_rank in ranks.run(needed_to_save_and_load, path, ["fsdp1", "fsdp1_grad_op", "fsdp2", "hsdp", *STAGES], size=4):
         for name, (saving, loading, largest) in by_rank.items():
             assert saving < largest / 4, name
             assert loading <= largest, name

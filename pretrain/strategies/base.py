@@ -56,7 +56,6 @@ class Strategy:
     exact = True  # whether it computes what one process does, to rounding
     sharded = False  # whether one process alone lacks some of the weights
     save_interval = 1  # updates between steps after which `may_save` is true
-    copies_state = False  # whether `state` hands out copies, which training leaves alone
 
     def __init__(self, name: str, options: Any, precision: str) -> None:
         self.name, self.options, self.precision = name, options, precision

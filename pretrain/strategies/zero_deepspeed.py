@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,10 +19,11 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from pretrain.boxes import Stretch
 from pretrain.config import Config, ConfigError, Layout, Limits
 from pretrain.initial import Filling, Initial, fill
 from pretrain.optim import MUON_STATE, Recipe, make_optimizer
-from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Stored, Strategy, on_cpu
+from pretrain.strategies.base import MIN_LOSS_SCALE, SETUP_TIMEOUT, StepResult, Strategy, on_cpu
 
 _MOST = 10**12  # elements
 
@@ -83,7 +84,6 @@ class EngineScale(torch.amp.GradScaler):
 class DeepSpeed(Strategy):
     processes = (2, math.inf)
     optimizers = ("adamw", "sgd")
-    copies_state = True
     stage: ClassVar[int]
     engine: Any  # DeepSpeed's, around the module
     zero: Any  # its optimiser, around torch's
@@ -140,9 +140,7 @@ class DeepSpeed(Strategy):
         self.optimizer = self.zero.optimizer  # torch's own, whose learning rate the loop sets
         self.allocate_state({"adamw": ("exp_avg", "exp_avg_sq"), "sgd": (MUON_STATE,) if recipe.optim.momentum else ()}[recipe.optim.name])
         if initial is not None and self.precision != "fp32":  # DeepSpeed took its fp32 weights from those that it had cast
-            for name, p in module.named_parameters():
-                self.set_weight(p, initial(name))
-            self.use_weights()
+            self.set_pieces(initial)
         if self.precision == "fp16":
             self.scaler = EngineScale(self.zero.loss_scaler)
         return self.engine, self.optimizer
@@ -150,6 +148,14 @@ class DeepSpeed(Strategy):
     def fill(self, initial: Initial) -> None:
         """A module that is on the meta device."""
         fill(self.module, initial, self.accelerator.device)
+
+    @torch.no_grad()
+    def set_pieces(self, initial: Initial) -> None:
+        """The fp32 weights, of which those that compute are roundings already."""
+        flat = self.pieces()
+        for name, p in self.module.named_parameters():
+            piece, begin, size, start = self.part_of(p)
+            flat[piece][begin : begin + size] = initial(name).flatten()[start : start + size]
 
     def pieces(self) -> list[Tensor]:
         """This process's part of the fp32 weights, as the optimiser sees it."""
@@ -192,74 +198,55 @@ class DeepSpeed(Strategy):
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=device)
         return StepResult(norm, torch.tensor(self.engine.was_step_applied(), device=device))
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Gathered tensor by tensor, of which each process keeps its share, in host memory: a device that holds a part may have no room for
-        all."""
-        mine = self.share()
-        return {
-            "model": {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_weights() if name in mine},
-            "optimizer": {f"{name}.{key}": value.to("cpu", copy=True) for name, key, value in self.whole_states() if name in mine},
-            "extras": {},
-        }
+    def part_of(self, p: Any) -> tuple[int, int, int, int]:
+        """What this process has of a weight: in which of `pieces`, from where on, how many elements, and the first one's index in the flattened
+        weight."""
+        part = p._hp_mapping
+        if part is None:
+            return 0, 0, 0, 0
+        return part.param_group_index, part.hp_fragment_address.start, part.hp_fragment_address.numel, part.lp_fragment_address.start
 
-    def share(self) -> set[str]:
-        """The tensors that this process writes: the largest first, each to the process that has least, but the main process's buffers."""
-        sizes, buffers = {name: math.prod(shape) for name, shape in self.shapes().items()}, self.buffers()
-        loads, owners = [0] * self.accelerator.num_processes, {}
-        for name in sorted(sizes, key=lambda name: -sizes[name]):
-            owners[name] = 0 if name in buffers else loads.index(min(loads))
-            loads[owners[name]] += sizes[name]
-        return {name for name, owner in owners.items() if owner == self.accelerator.process_index}
+    def stretches(self, flat: Sequence[Tensor]) -> dict[str, Stretch]:
+        """What this process has of each weight, of tensors that are laid out as `pieces`. DeepSpeed's own getters and setters need it whole."""
+        found = {}
+        for name, p in self.module.named_parameters():
+            piece, begin, size, start = self.part_of(p)
+            found[name] = Stretch(flat[piece].detach()[begin : begin + size], getattr(p, "ds_shape", p.shape), start)
+        return found
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of whole weights and buffers."""
-        weights = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.module.named_parameters()}
-        return weights | {name: tuple(tensor.shape) for name, tensor in self.buffers().items()}
+    def model_state(self) -> dict[str, Tensor]:
+        return {**self.stretches(self.pieces()), **self.buffers()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        pieces = self.pieces()
+        found: dict[str, Tensor] = {}
+        for key, value in optimizer.state[pieces[0]].items():
+            if value.ndim:
+                parts = self.stretches([optimizer.state[piece][key] for piece in pieces])
+                found |= {f"{name}.{key}": part for name, part in parts.items() if part.boxes}
+            else:  # one count for all: no parameter is ever left out of an update
+                found |= {f"{name}.{key}": value for name, _ in self.module.named_parameters()}
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """They have been read into the fp32 pieces."""
+        counted, *others = self.pieces()
+        for piece in others:
+            for key, value in self.optimizer.state[counted].items():
+                if not value.ndim:
+                    self.optimizer.state[piece][key].copy_(value)
+        self.use_weights()
+
+    def use_weights(self) -> None:
+        """Let those that compute be the fp32 pieces again."""
+        self.zero.update_lp_params()
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.module.named_parameters():
             yield name, deepspeed().utils.safe_get_full_fp32_param(p)
         yield from self.buffers().items()
-
-    def whole_states(self) -> Iterator[tuple[str, str, Tensor]]:
-        state = self.optimizer.state[self.pieces()[0]]
-        for name, p in self.module.named_parameters():
-            for key, value in state.items():
-                yield name, key, deepspeed().utils.safe_get_full_optimizer_state(p, key) if value.ndim else value.clone()
-
-    @torch.no_grad()
-    def restore(self, stored: Stored, *, moments: bool, extras: bool) -> None:
-        """Tensor by tensor: no process holds more than one whole."""
-        stored.check("model", self.shapes(), all_of_them=True)
-        stored.fill("model", self.buffers())
-
-        def read(group: str, name: str, like: Tensor) -> Tensor:
-            tensor = torch.empty(self.shapes()[name] if like.ndim else (), dtype=torch.float32)
-            stored.fill(group, {name if group == "model" else f"{name}.{key}": tensor})
-            return tensor
-
-        for name, p in self.module.named_parameters():
-            self.set_weight(p, read("model", name, p))
-            for key, value in self.optimizer.state[self.pieces()[0]].items() if moments else ():
-                moment = read("optimizer", name, value)
-                if moment.ndim:
-                    self.set_piece(p, moment, key)
-                    continue
-                for piece in self.pieces():  # one count for all: no parameter is ever left out of an update
-                    self.optimizer.state[piece][key].copy_(moment)
-        self.use_weights()
-
-    def set_weight(self, p: Tensor, whole: Tensor) -> None:
-        self.set_piece(p, whole)
-
-    def use_weights(self) -> None:
-        """Those that compute, which DeepSpeed's setters leave as they were."""
-        self.zero.update_lp_params()
-
-    def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
-        """This process's part of a weight, or of the state `key` of one."""
-        p.set_full_hp_param(whole, key)  # type: ignore[attr-defined]
 
     def replica_key(self) -> int:
         index: int = self.accelerator.process_index
@@ -298,24 +285,19 @@ class DeepSpeed3(DeepSpeed):
             filling.fill(owner)
             zero._convert_to_zero_parameters(owner.parameters(recurse=False))
 
-    def set_weight(self, p: Tensor, whole: Tensor) -> None:
-        self.set_piece(p, whole)
-        with deepspeed().zero.GatheredParameters([p], modifier_rank=0):
-            p.data.copy_(whole)
+    def part_of(self, p: Any) -> tuple[int, int, int, int]:
+        """The last parts are padded, or nothing but padding."""
+        piece, begin, size = self.zero.grad_position[self.zero.get_param_id(p)]
+        start = size * self.accelerator.process_index
+        return piece, begin, max(0, min(size, p.ds_numel - start)), start
 
     def use_weights(self) -> None:
-        """Set with the pieces."""
-
-    def set_piece(self, p: Tensor, whole: Tensor, key: str | None = None) -> None:
-        """DeepSpeed's setter of whole tensors fails where they don't divide evenly."""
-        size, rank = p.ds_tensor.ds_numel, self.accelerator.process_index  # type: ignore[attr-defined]
-        part = torch.zeros(size)
-        mine = whole.flatten()[rank * size : (rank + 1) * size]
-        part[: mine.numel()] = mine
-        if key is None:
-            deepspeed().utils.safe_set_local_fp32_param(p, part)
-        else:
-            deepspeed().utils.safe_set_local_optimizer_state(p, part, key)
+        """As DeepSpeed does after an update."""
+        self.zero.parameter_offload.partition_all_parameters()
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        if kept := self.zero.persistent_parameters:
+            kept[0].all_gather(kept)
 
     def wire(self, step: int) -> int:
         """By a ring. Per micro-batch, gradients are reduce-scattered in fp32 and the divided weights gathered in the dtype of the
