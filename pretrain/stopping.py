@@ -52,13 +52,14 @@ class StopRequests:
     A signal handler in Python never runs inside a collective, so handlers only write to a pipe (signal.set_wakeup_fd) and a thread acts.
     """
 
-    def __init__(self, *, follow_launcher: bool, orphaned: bool = False, repeated: bool = False, launch_time: float = 0.0) -> None:
+    def __init__(self, *, follow_launcher: bool, orphaned: bool = False, repeated: bool = False, launch_time: float = 0.0,
+                 at_start: Callable[[str], object] = print) -> None:  # fmt: skip
         """`repeated`: requests come several times each, and a second one means nothing. `launch_time`: a stop file that is older is a leftover;
         by the time that we listen, the user has waited through seconds of imports."""
         self._requested, self._repeated = 0, repeated
         self._first_signal: float | None = None  # when it came; a stop file or a time limit may have asked before
         self._echo = _ECHO if follow_launcher else 0.0
-        self.at_start: Callable[[str], object] = print  # told why, before a request ends a process that has not begun to train
+        self.at_start = at_start  # told why, before a request ends a process that has not begun to train
         self.at_once: Callable[..., object] = print  # the same for one that has
         self._training = False
         self._launcher = os.getppid()
@@ -76,7 +77,8 @@ class StopRequests:
         if self._follow:  # a launcher that is killed leaves its workers behind: ask the kernel to tell us
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if orphaned or os.getppid() != self._launcher:
-                self._requested = _LAUNCHER_GONE
+                self._launcher = 0  # nobody's number
+                os.write(write, bytes([signal.SIGTERM]))
 
     def begin(self) -> None:
         """From here on there is something to save."""

@@ -124,8 +124,8 @@ def _run(command: list[str], environment: dict[str, str], stderr: int) -> tuple[
         code = launcher.wait()
         for orphan in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if asked:
-                    orphan.terminate()  # it may have been too young to notice that its launcher is gone
+                if asked or code < 0:  # it may have been too young to notice that its launcher is gone
+                    orphan.terminate()
                 orphan.wait()
         return code, asked
     finally:

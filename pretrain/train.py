@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     stops = StopRequests(follow_launcher=launch.has_launcher(), orphaned=launch.is_orphan(), repeated=launch.is_in_slurm_step(),
-                         launch_time=launch.launch_time())  # fmt: skip
+                         launch_time=launch.launch_time(), at_start=partial(stop_early, None, world))  # fmt: skip
     try:
         return run(arguments, world, stops)
     finally:
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 def run(arguments: list[str], world: launch.World, stops: StopRequests) -> int:
     folder: Path | None = None
     micro: int | None = None
-    stops.at_start = lambda reason: stop_early(folder, world, reason)
+    stops.at_start = lambda reason: stop_early(folder, world, reason)  # whichever it is by then
     try:
         if not arguments:
             raise ConfigError("usage: pretrain/train.py CONFIG.yaml [section.key=value …]")
@@ -329,10 +329,14 @@ def end(folder: Path | None, world: launch.World, message: str, *, state: str, s
 
 def stop_early(folder: Path | None, world: launch.World, reason: str) -> None:
     """Asked to stop before there was anything to save."""
-    if world.rank == 0 and folder is not None and runfolder.is_ours(folder):
+    if world.rank:
+        return
+    if folder is not None and runfolder.is_ours(folder):
         with suppress(OSError):
             runfolder.Status(folder, 0).stop(reason, exit_status=STOPPED)
-        tell(f"stopped on request ({reason}) before training began; the same command starts it again")
+    elif "PRETRAIN_LAUNCHED" in os.environ:  # `pretrain train` says it
+        return
+    tell(f"stopped on request ({reason}) before training began; the same command starts it again")
 
 
 def leave_output() -> None:
@@ -355,7 +359,8 @@ def fail(folder: Path | None, world: launch.World, error: Exception, step: int, 
         if folder is None or not runfolder.is_ours(folder):
             with suppress(OSError):
                 traceback.print_exception(error)
-            report_failure(None, rank, reason, step, status)
+            if rank == 0 or not lost_contact(error):  # the others would all say so, and one of them has the cause
+                report_failure(None, rank, reason, step, status)
         else:
             log = folder / "logs" / f"rank_{rank}.txt"
             if report_failure(folder, rank, reason, step, status, again=may_pass(error), log=log):

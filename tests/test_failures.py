@@ -349,6 +349,25 @@ def test_a_failure_that_cannot_be_told_everywhere_is_told_elsewhere(tmp_path: Pa
     assert not ours or (runfolder.read_status(tmp_path) or {})["reason"] == "something to mend"
 
 
+def lose_contact(rank: int, out: Path, error: Path) -> None:
+    for number, path in ((1, out), (2, error)):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), number)
+    train.fail(None, World(rank, rank, 4, 4), RuntimeError("Connection closed by peer"), 0, None)
+
+
+def test_a_rank_that_dies_before_there_is_a_run_folder_is_told_once(tmp_path: Path) -> None:
+    """Seen in conformance: each of those that were left had a line to say of it. Their tracebacks are the launcher's log's."""
+    for rank in range(4):
+        process = forking().Process(target=lose_contact, args=(rank, tmp_path / "out", tmp_path / f"error{rank}"))
+        process.start()
+        process.join(START)
+        assert process.exitcode == 1
+        assert "Connection closed by peer" in (tmp_path / f"error{rank}").read_text()
+    told = (tmp_path / "out").read_text()
+    assert told == "rank 0 failed at step 0: lost contact with another rank, which was killed or crashed (Connection closed by peer)\n"
+
+
 def test_a_failure_in_telling_of_one_ends_the_process(tmp_path: Path) -> None:
     """Otherwise it would wait for the threads that still save."""
     process = forking().Process(target=fail_with, args=(tmp_path, tmp_path / "out", True, unexplained))

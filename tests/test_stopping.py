@@ -213,6 +213,19 @@ def send(number: int) -> Callable[[Launch], None]:
     return lambda started: started.signal(number)
 
 
+def test_no_trainer_outlives_a_launcher_that_is_killed_while_they_import(config: Path, folder: Path, tmp_path: Path) -> None:
+    """Seen in conformance: they looked for its store for half an hour. `pretrain train` adopts them, and init where there is none."""
+    for command in (pretrain_train(config, flags=["--num_processes", "2"]), accelerate(several(2), config)):
+        with launch(command, folder, cwd=tmp_path) as started:
+            first, _ = started.wait_for("two trainers", lambda: found if len(found := trainers(started)) == 2 else None)
+            launcher = first.parent()
+            assert launcher
+            launcher.kill()
+            assert started.wait(SOON) in (1, -KILL), started.story()
+            told = ["stopped on request (the launcher is gone) before training began; the same command starts it again"]
+            assert started.out.splitlines() == (told if command[0].endswith("accelerate") else [])
+
+
 @pytest.mark.long
 def test_accelerate_launch(config: Path, folder: Path, tmp_path: Path) -> None:
     """Accelerate's launcher dies of SIGTERM with one process and forwards it with two; killed, or by SIGUSR1, it can do neither. Slurm's
@@ -270,7 +283,7 @@ def test_before_the_first_step(forks: Forks, config: Path, folder: Path, tmp_pat
 
 
 def trainers(started: Launch) -> list[psutil.Process]:
-    return [p for p in started.alive() if any(word.endswith("train.py") for word in p.cmdline()[1:2])]
+    return [p for p in started.alive() if any(word.endswith("train.py") for word in p.cmdline()[1:3])]
 
 
 def test_during_a_checkpoint_and_twice(forks: Forks, config: Path, folder: Path, tmp_path: Path) -> None:

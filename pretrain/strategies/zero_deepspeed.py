@@ -164,14 +164,11 @@ class DeepSpeed(Strategy):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def allocate_state(self, moments: tuple[str, ...]) -> None:
-        """DeepSpeed leaves it to the first step: before it there is nothing to load into, and in it the states of the first parameter group
-        alone are linked to their parameters."""
+        """DeepSpeed leaves it to the first step: before it there is nothing to load into."""
         for piece in self.pieces():
             self.optimizer.state[piece] = {key: torch.zeros_like(piece) for key in moments}
             if isinstance(self.optimizer, AdamW):
                 self.optimizer.state[piece]["step"] = torch.zeros((), device=piece.device)
-        if self.stage < 3:
-            self.zero._lazy_init_hp_params_optimizer_state()
 
     def warm_up(self, inputs_BT: Tensor, targets_BT: Tensor) -> None:
         """A forward, and a backward of NaN: that the engine refuses an update is the one way to make it drop its gradients."""
