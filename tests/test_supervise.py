@@ -2,16 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
-import psutil
 import pytest
 from launching import make_set, write_config
 
@@ -143,47 +139,31 @@ def test_a_request_after_the_end_changes_no_status() -> None:
     assert (done.returncode, done.stdout) == (0, "0 False\n"), done.stderr
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Are as they were, afterwards."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-STUBBORN = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(sys.argv[1], "w").close()
-time.sleep(600)
+ASK_TWICE = """
+import os, signal, subprocess, sys, threading, psutil
+from pretrain import supervise
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+ended = subprocess.Popen([sys.executable, "-c", ""])
+ghost = psutil.Process(ended.pid)
+ended.wait()
+children, send = psutil.Process.children, subprocess.Popen.send_signal
+psutil.Process.children = lambda process, recursive: [ghost, *children(process, recursive=recursive)]
+ready, sent = os.pipe(), os.pipe()
+subprocess.Popen.send_signal = lambda process, number: (send(process, number), os.write(sent[1], b"."))
+def ask():
+    for happened in ready[0], sent[0]:
+        os.read(happened, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=ask).start()
+os.dup2(ready[1], 1)  # the command's standard output
+print(supervise._run([sys.executable, "-c", STUBBORN], dict(os.environ), 2), file=sys.stderr)
 """
 
 
-@pytest.mark.usefixtures("signals")
-def test_a_second_request_kills_those_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_kills_those_that_are_left() -> None:
     """Seen in conformance: a process that had ended since it was listed, and a traceback."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ghost = psutil.Process(ended.pid)
-    ended.wait()
-    children = psutil.Process.children
-    monkeypatch.setattr(psutil.Process, "children", lambda process, recursive: [ghost, *children(process, recursive=recursive)])
-
-    send, (read, write) = subprocess.Popen.send_signal, os.pipe()
-    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda process, number: (send(process, number), os.write(write, b".")))
-
-    def ask_twice() -> None:
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.read(read, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asking = threading.Thread(target=ask_twice)
-    asking.start()
-    command = [sys.executable, "-c", STUBBORN, str(tmp_path / "ready")]
-    assert supervise._run(command, dict(os.environ), 2) == (-signal.SIGKILL, True)
-    asking.join()
+    done = subprocess.run([sys.executable, "-c", ASK_TWICE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "(-9, True)\n")
 
 
 def test_each_launch_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
