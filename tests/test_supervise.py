@@ -140,7 +140,7 @@ def test_a_request_after_the_end_changes_no_status() -> None:
 
 
 ASK_TWICE = """
-import os, signal, subprocess, sys, threading, psutil
+import os, signal, subprocess, sys, threading, time, psutil
 from pretrain import supervise
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -153,6 +153,8 @@ subprocess.Popen.send_signal = lambda process, number: (send(process, number), o
 def ask():
     for happened in ready[0], sent[0]:
         os.read(happened, 1)
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # its child may be up before it listens
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=ask).start()
 os.dup2(ready[1], 1)  # the command's standard output
