@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -773,3 +775,24 @@ def test_a_comparison_that_is_interrupted_goes_on(tmp_path: Path) -> None:
         rows = {row["member"]: row for row in csv.DictReader(file)}
     assert float(rows["diloco"]["sent_measured"]) == pytest.approx(float(rows["ddp"]["sent_measured"]) / 2, rel=0.01)  # every second update
     assert not list(runs.glob("*/checkpoints"))
+
+
+ASKED_AGAIN = """
+import os, signal, subprocess, sys, threading
+from pretrain.compare.running import _wait
+child = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def ask():
+    child.stdout.read(1)
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=ask).start()
+status = _wait(child)
+os.kill(os.getpid(), signal.SIGTERM)
+print(status)
+"""
+
+
+def test_a_request_after_the_launch_has_stopped_changes_no_status() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED_AGAIN], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "75\n"), done.stderr
