@@ -239,9 +239,12 @@ def warm_up(job: Job) -> dict[str, str]:
 
 
 def _claim(folder: Path) -> None:
+    """And remove what starts that were killed have left, whatever this one comes to."""
     runfolder.claim(folder)
     try:
         runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
+        checkpoint.clean(folder / "checkpoints")
+        runfolder.remove_leftovers(folder)
     except OSError as error:
         raise runfolder.cannot_write(folder, error) from None
 
@@ -250,8 +253,6 @@ def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:
     """The main process's files: config.yaml, code/, metrics cut back to where the run starts, the tokenizer, the trackers."""
     cfg, folder, progress = job.cfg, job.cfg.folder, found.progress
     (folder / "checkpoints").mkdir(exist_ok=True)
-    checkpoint.clean(folder / "checkpoints")
-    runfolder.remove_leftovers(folder)
     job.ledger = runfolder.Lines(folder / "ledger.jsonl", job.say)
     for line in runfolder.record_config(folder, as_run(cfg), facts):
         job.say(f"changed since the last start: {line}")

@@ -417,6 +417,24 @@ def test_a_finished_run_says_how_to_train_longer(ranks: Ranks, config: Config) -
         assert (run_folder(path) / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_start_removes_what_killed_ones_left_even_if_there_is_nothing_to_train(ranks: Ranks, config: Config) -> None:
+    """A save in its last step, a deletion after it, a status that was being replaced."""
+    path = config({"train.max_steps": 2})
+    ranks.run(drive.whole, path, [], size=1)
+    folder = run_folder(path)
+    left = [
+        folder / "checkpoints" / "step_00000002.tmp",
+        folder / "checkpoints" / "step_00000001.deleted.tmp",
+        folder / "status.json.node.7.tmp",
+    ]
+    for one in left[:2]:
+        (one / "model").mkdir(parents=True)
+    left[2].touch()
+    (outcome,) = ranks.outcomes(drive.whole, path, [], size=1)
+    assert Finished.__name__ in outcome.error
+    assert [one for one in left if one.exists()] == []
+
+
 def test_the_end_is_saved_once_and_unlogged_steps_are_logged_at_the_end(ranks: Ranks, config: Config) -> None:
     """7 steps, a checkpoint every 5: one at 5 and one at 7; log lines every 4: 4 and 7."""
     path = config({"train.max_steps": 7, "train.checkpoint_every": 5, "train.log_every": 4, "train.keep_last": 9})
