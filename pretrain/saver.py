@@ -1,4 +1,5 @@
-"""Checkpoints are written while training goes on: a step waits for its rank's share to be copied, and for the checkpoint before it."""
+"""Checkpoints are written while training goes on: an optimiser's step waits for its rank's share to be copied, a checkpoint for the one
+before it."""
 
 import shutil
 import time
@@ -8,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from pretrain.checkpoint import CheckpointError
 from pretrain.config import Train
 from pretrain.pieces import Piece, pieces, share
 from pretrain.ranks import gather, rank_in
+from pretrain.snapshot import Snapshot
 
 
 class Saver:
@@ -30,26 +31,44 @@ class Saver:
         self.seconds = 0.0  # the longest that one took, copying included
         self.of_main: Collection[str] = ()  # buffers, of which each rank may have another: the main process's, as DDP hands them round
         self.records: Sequence[Path] = ()  # of the steps that a checkpoint counts: on disk before it
-        self._buffers: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # kept: pages that are new cost more than the copy
+        self._snapshot = Snapshot()
         self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes
         self._written: set[tuple[str, str, tuple[int, ...]]] = set()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointError | None] | None = None
+        self._copying: Future[None] | None = None
+        self._waited = 0.0  # seconds that training has, for the checkpoint that is being written
 
     def start(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-        """Returns as soon as training may change the tensors: once they are copied, or, where nothing may be written beside training, once
-        they are written, which takes no memory. Call `wait` before."""
+        """Call `wait` before, and `settle` before the tensors change. Where nothing may be written beside training it returns once all is
+        written, which takes no memory."""
         assert self._pending is None
         began = time.perf_counter()
         mine = self._share(pieces(tensors))
-        staged = self._copy(mine) if self.train.async_checkpoint else mine
-        waited = time.perf_counter() - began
-        self._pending = self._thread.submit(self._write, step, staged, numbers, model, began, waited)
+        if self.train.async_checkpoint:
+            mine = self._snapshot.begin(mine, self.of_main)
+            self._copying = self._thread.submit(self._snapshot.complete)
+        self._waited = time.perf_counter() - began
+        self._pending = self._thread.submit(self._write, step, mine, numbers, model, began)
         if not self.train.async_checkpoint:
             self._pending.exception()  # until it is written; `wait` tells how it went
 
+    @property
+    def copying(self) -> bool:
+        """Whether `settle` has something to wait for."""
+        return self._copying is not None
+
+    def settle(self) -> None:
+        """Until training may change the tensors that `start` was given."""
+        copying, self._copying = self._copying, None
+        if copying:
+            began = time.perf_counter()
+            copying.result()
+            self._waited += time.perf_counter() - began
+
     def wait(self) -> CheckpointError | None:
         """Until nothing is being written; why the last checkpoint failed, if it did."""
+        self.settle()
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
@@ -62,20 +81,8 @@ class Saver:
         assert [piece.key for piece in held] == self._held, "a strategy's state has other tensors than at the last checkpoint"
         return [piece for piece in held if piece.key in self._written]
 
-    def _copy(self, mine: Sequence[Piece]) -> list[Piece]:
-        staged = []
-        for piece in mine:
-            tensor = piece.tensor
-            if piece.key not in self._buffers:
-                self._buffers[piece.key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copy = self._buffers[piece.key].copy_(tensor, non_blocking=tensor.is_cuda)
-            staged.append(Piece(piece.group, piece.name, piece.offsets, copy))
-        if any(piece.tensor.is_cuda for piece in mine):
-            torch.cuda.synchronize()
-        return staged
-
-    def _write(self, step: int, mine: Sequence[Piece], numbers: Mapping[str, Any], model: Mapping[str, Any], began: float,
-               waited: float) -> CheckpointError | None:  # fmt: skip
+    def _write(self, step: int, mine: Sequence[Piece], numbers: Mapping[str, Any], model: Mapping[str, Any],
+               began: float) -> CheckpointError | None:  # fmt: skip
         """In the thread: says how it went, at once."""
         needed = sum(gather(self.group, sum(piece.tensor.nbytes for piece in mine)))
         for path in self.records:
@@ -96,7 +103,7 @@ class Saver:
         self.seconds = max(self.seconds, seconds)
         self.say(
             f"step {step:,}/{self.steps:,}  checkpoint {path}  "
-            f"({needed / 1e6:,.1f} MB in {seconds:.1f}s, training waited {waited if self.train.async_checkpoint else seconds:.1f}s)"
+            f"({needed / 1e6:,.1f} MB in {seconds:.1f}s, training waited {self._waited if self.train.async_checkpoint else seconds:.1f}s)"
         )
         return None
 

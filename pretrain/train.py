@@ -167,6 +167,9 @@ def update(job: Job, step: int, position: int) -> tuple[GlobalBatch, Tensor, Ste
                 loss_sum, _ = job.model(micro.inputs, micro.targets)
                 strategy.backward(loss_sum / batch.tokens)
             loss_total += loss_sum.detach()
+    if job.saver.copying:
+        with job.clock.apart("checkpoint"):
+            job.saver.settle()  # the checkpoint that is being written is of the weights as they still are
     with job.clock.part("optimizer"):
         return batch, loss_total, strategy.step(job.cfg.optim.grad_clip)
 

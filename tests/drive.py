@@ -1,5 +1,6 @@
 """Drives the product's own start and loop, in this process or as one rank of a group, and says what came of it."""
 
+import importlib.util
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from pretrain import config, launch, runfolder, train
 from pretrain.job import Job, start
 from pretrain.resume import Progress
-from pretrain.strategies import OPTIONS, release
+from pretrain.strategies import OPTIONS, STRATEGIES, release
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 Rows = list[dict[str, Any]]
@@ -73,6 +74,16 @@ def whole(path: Path, overrides: Sequence[str] = (), stop_after: int | None = No
             job.tracker.finish()
     rows = [row for row in lines(job.cfg.folder / "metrics.jsonl") if row["step"] > before] if job.is_main else []
     return rows, weights(job), reason
+
+
+def every_strategy(world: int) -> dict[str, list[str]]:
+    """Name -> overrides with which two updates have all of its collectives, on so many processes."""
+    options = {"ddp_powersgd": ["strategy.options.start_step=2"], "local_sgd": ["strategy.options.sync_every=2"],
+               "diloco": ["strategy.options.sync_every=2"], "deepspeed3": ["strategy.options.stage3_param_persistence_threshold=0"]}  # fmt: skip
+    names = [name for name, cls in STRATEGIES.items() if cls.processes[0] <= world <= cls.processes[1]]
+    if importlib.util.find_spec("deepspeed") is None:
+        names = [name for name in names if not name.startswith("deepspeed")]
+    return {name: [f"strategy.name={name}", *options.get(name, [])] for name in names}
 
 
 def leave() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,15 +192,23 @@ def test_any_failure_of_a_save_is_told_at_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_training_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that is not beside training: all of it."""
-    clock = iter(range(0, 10**6, 100))
+    """To begin, and for the copy; a save that is not beside training: all of it."""
+    clock, settled, write = iter(range(0, 10**6, 100)), threading.Event(), subject.write
+
+    def write_later(*arguments: Any) -> Path:
+        settled.wait()
+        return write(*arguments)
+
     monkeypatch.setattr("pretrain.saver.time.perf_counter", lambda: next(clock))
-    for beside, waited in ((True, 100), (False, 200)):
+    monkeypatch.setattr(subject, "write", write_later)
+    for beside, told in ((True, "in 400.0s, training waited 200.0s"), (False, "in 200.0s, training waited 200.0s")):
         said: list[str] = []
         saver = Saver(tmp_path / str(beside), None, Train(async_checkpoint=beside), 9, said.append)
         saver.start(5, {"model": {"w": torch.ones(2)}}, {}, {})
+        saver.settle()
+        settled.set()
         assert saver.wait() is None
-        assert f"in 200.0s, training waited {waited}.0s" in said[0]
+        assert told in said[0]
 
 
 def test_records_are_on_the_disk_before_the_checkpoint_that_counts_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

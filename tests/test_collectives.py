@@ -3,7 +3,6 @@
 import ctypes
 import fcntl
 import gc
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import drive
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pretrain.collectives import Collective, CollectiveCounter, bytes_sent, without_collectives
 from pretrain.interception import intercepted
 from pretrain.network.emulation import slow
-from pretrain.strategies import STRATEGIES
 
 Totals = dict[str, int]  # kind -> payload bytes
 Primitives = dict[str, Callable[[], Any]]
@@ -282,8 +281,6 @@ def test_without_collectives_a_rank_is_left_with_its_own(ranks: Ranks, world: in
 
 def steps_alone(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[list[float], list[str], list[str], float]]:
     """Of each: (losses and norms of three updates without collectives, what they would have sent, what they did send, a sum afterwards)."""
-    import drive
-
     found = []
     for k, overrides in enumerate(each):
         job, progress = drive.begin(path, [*overrides, f"run.name=alone{k}"])
@@ -300,19 +297,9 @@ def steps_alone(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[list[fl
     return found
 
 
-def every_strategy(world: int) -> dict[str, list[str]]:
-    """Name -> overrides with which two updates have all of its collectives, on so many processes."""
-    options = {"ddp_powersgd": ["strategy.options.start_step=2"], "local_sgd": ["strategy.options.sync_every=2"],
-               "diloco": ["strategy.options.sync_every=2"], "deepspeed3": ["strategy.options.stage3_param_persistence_threshold=0"]}  # fmt: skip
-    names = [name for name, cls in STRATEGIES.items() if cls.processes[0] <= world <= cls.processes[1]]
-    if importlib.util.find_spec("deepspeed") is None:
-        names = [name for name in names if not name.startswith("deepspeed")]
-    return {name: [f"strategy.name={name}", *options.get(name, [])] for name in names}
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_strategy_steps_without_collectives(ranks: Ranks, config: Callable[..., Path], world: int) -> None:
-    names = every_strategy(world)
+    names = drive.every_strategy(world)
     for found in ranks.run(steps_alone, config({"batch.micro": 1}), list(names.values()), size=world):
         for name, (numbers, issued, sent, total) in zip(names, found, strict=True):
             assert all(map(math.isfinite, numbers)), f"{name}: {numbers}"
@@ -323,8 +310,6 @@ def test_every_strategy_steps_without_collectives(ranks: Ranks, config: Callable
 
 def left_to_collect(path: Path, each: Sequence[Sequence[str]]) -> list[list[tuple[int, ...]]]:
     """Of each: shapes of the tensors that nothing but a garbage collection frees, after two updates whose collectives a layer sees."""
-    import drive
-
     found = []
     for k, overrides in enumerate(each):
         job, progress = drive.begin(path, [*overrides, f"run.name=left{k}"])
@@ -346,7 +331,7 @@ def left_to_collect(path: Path, each: Sequence[Sequence[str]]) -> list[list[tupl
 
 def test_an_update_leaves_no_tensor_to_the_garbage_collector(ranks: Ranks, config: Callable[..., Path]) -> None:
     """Which does not run between the updates of a training: they would pile up, and every update take new memory."""
-    names = every_strategy(2)
+    names = drive.every_strategy(2)
     for found in ranks.run(left_to_collect, config(), list(names.values()), size=2):
         assert {name: left for name, left in zip(names, found, strict=True) if left} == {}
 

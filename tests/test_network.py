@@ -26,7 +26,6 @@ from pretrain.config import Compare, Config, ConfigError, Network
 from pretrain.network import namespaces
 from pretrain.network.delay import Link, seconds
 from pretrain.network.emulation import emulate, slow
-from pretrain.strategies import STRATEGIES
 
 MB = 1_000_000
 SLOW = Network(bandwidth_gbit=0.1, latency_ms=5)
@@ -189,12 +188,9 @@ def with_and_without(path: Path, each: Sequence[Sequence[str]]) -> list[tuple[dr
 
 
 def test_every_strategy_computes_the_same_over_a_slow_network(ranks: Ranks, config: Callable[..., Path]) -> None:
-    options = {"ddp_powersgd": ["strategy.options.start_step=2"], "local_sgd": ["strategy.options.sync_every=2"],
-               "diloco": ["strategy.options.sync_every=2"]}  # fmt: skip
-    names = [name for name, cls in STRATEGIES.items() if cls.processes[0] <= 4 <= cls.processes[1]]
-    each = [[f"strategy.name={name}", *options.get(name, [])] for name in names]
-    for found in ranks.run(with_and_without, config({"batch.micro": 1}), each, size=4):
-        for name, (rows, slowly) in zip(names, found, strict=True):
+    each = drive.every_strategy(4)
+    for found in ranks.run(with_and_without, config({"batch.micro": 1}), list(each.values()), size=4):
+        for name, (rows, slowly) in zip(each, found, strict=True):
             for key in ("loss", "grad_norm"):
                 assert [row[key] for row in slowly] == pytest.approx([row[key] for row in rows], rel=1e-5), f"{name} {key}"
 
