@@ -1,10 +1,10 @@
 """What a checkpoint costs: how long training waits for one that is written beside it, against one that is written while it waits, and how
-fast both are against `dd oflag=direct` with as many writers on the same disk.
+fast the latter is against `dd oflag=direct` with as many writers on the same disk.
 
     python scripts/benchmark_checkpoint.py [FOLDER [NAME …]]        (on two processes; FOLDER: on the disk to measure)
 
-The three alternate, so that a drifting machine slows all. Prints medians. No training goes on meanwhile: that would slow the writing, and
-the writing it.
+They alternate with an update alone, so that a drifting machine slows all. Prints medians. "Waits" is what stands still. "Later" is by how
+much the update ends later that goes on beside the copying and the writing: on CPUs without an idle core, what these take from it.
 """
 
 import os
@@ -21,16 +21,18 @@ from statistics import median
 import torch.distributed as dist
 from benchmark_strategies import prepare, start_processes
 
-from pretrain import config, launch
+from pretrain import config, launch, train
 from pretrain.job import Job, start
 from pretrain.pieces import pieces, share
 from pretrain.ranks import gather
+from pretrain.resume import Progress
 from pretrain.stopping import StopRequests
 from pretrain.strategies import OPTIONS, release
 
 NAMES = ("ddp", "zero1", "fsdp1", "fsdp2", "deepspeed2", "deepspeed3")
 _ROUNDS = 6
 _MODEL = ["model.n_layer=12", "model.n_head=12", "model.n_embd=768"]  # GPT-2: 124 M parameters, 1.5 GB with the moments
+_BATCH = ["batch.tokens=256", "batch.micro=1"]  # the least: a longer update would only hide more
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,8 +45,8 @@ def worker(folder: Path, names: Sequence[str]) -> None:
     world = launch.read_world()
     if world.rank == 0:
         prepare(folder)
-        print("| strategy | MB | beside training: it waits, s | whole, s | synchronous, s | waits / synchronous | MB/s | dd, MB/s |\n"
-              "|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
+        print("| strategy | MB | an update, s | beside training: it waits, s | later, s | written after, s | synchronous, s | "
+              "waits / synchronous | MB/s | dd, MB/s |\n|---|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
     stops = StopRequests(follow_launcher=True)
     for name in names:
         measure(folder, name, world, stops)
@@ -54,32 +56,61 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     path = folder / "benchmark.yaml"
     while not path.exists():  # the other rank is writing it
         time.sleep(0.05)
-    cfg = config.load(path, [*_MODEL, f"strategy.name={name}", f"run.name={name}", "train.keep_last=99"], OPTIONS)
+    cfg = config.load(path, [*_MODEL, *_BATCH, f"strategy.name={name}", f"run.name={name}", "train.keep_last=99"], OPTIONS)
     silent = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    job, _ = start(cfg, path, [], world, [], stops)
+    job, progress = start(cfg, path, [], world, [], stops)
+    step = Step(job, progress)
+    step()
     mine = sum(piece.tensor.nbytes for piece in share(pieces(job.strategy.state()), job.control))
-    rounds = [(*save(job, 2 * k + 1, True), *save(job, 2 * k + 2, False), dd(folder, world.rank, mine)) for k in range(_ROUNDS)]
-    waits, beside, _, synchronous, raw = (median(column[1:]) for column in zip(*rounds, strict=True))  # the first makes the buffers
+    rounds = [(step(), *save_beside(step), save_synchronously(job, progress), dd(folder, world.rank, mine)) for _ in range(_ROUNDS)]
+    alone, waits, together, beside, synchronous, raw = (median(column[1:]) for column in zip(*rounds, strict=True))  # the first makes room
     total = sum(gather(job.control, mine)) / 1e6
     job.loader.close()
     shutil.rmtree(job.saver.folder, ignore_errors=True)
     os.dup2(silent, 1)
     release()
     if world.rank == 0:
-        print(f"| {name} | {total:.0f} | {waits:.3f} | {beside:.2f} | {synchronous:.2f} | {waits / synchronous:.1%} | "
+        print(f"| {name} | {total:.0f} | {alone:.2f} | {waits:.3f} | {together - alone:.2f} | {beside:.2f} | {synchronous:.2f} | "
+              f"{waits / synchronous:.1%} | "
               f"{total / synchronous:.0f} | {total / raw:.0f} |", flush=True)  # fmt: skip
 
 
-def save(job: Job, step: int, beside: bool) -> tuple[float, float]:
-    """(seconds until training may go on, seconds until the checkpoint stands)."""
-    job.saver.train = replace(job.saver.train, async_checkpoint=beside)
+class Step:
+    """Calling it makes the next update, and says how many seconds it took."""
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.job, self.progress = job, progress
+
+    def __call__(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        batch, *_ = train.update(self.job, self.progress.step + 1, self.progress.position)
+        train.advance(self.job, self.progress, batch)
+        return time.perf_counter() - began
+
+
+def save_beside(step: Step) -> tuple[float, float, float]:
+    """(seconds that training stood still, until the next update was made, until the checkpoint stood)."""
+    job = step.job
+    job.saver.train = replace(job.saver.train, async_checkpoint=True)
+    dist.barrier()
+    began, settled = time.perf_counter(), job.clock.other.get("checkpoint", 0.0)
+    job.saver.start(step.progress.step, job.strategy.state(), {}, job.described)
+    waited = time.perf_counter() - began
+    step()
+    together = time.perf_counter() - began
+    assert job.saver.wait() is None
+    return waited + job.clock.other["checkpoint"] - settled, together, time.perf_counter() - began
+
+
+def save_synchronously(job: Job, progress: Progress) -> float:
+    job.saver.train = replace(job.saver.train, async_checkpoint=False)
     dist.barrier()
     began = time.perf_counter()
-    job.saver.start(step, job.strategy.state(), {}, job.described)
-    waited = time.perf_counter() - began
+    job.saver.start(progress.step, job.strategy.state(), {}, job.described)
     assert job.saver.wait() is None
-    return waited, time.perf_counter() - began
+    return time.perf_counter() - began
 
 
 def dd(folder: Path, rank: int, size: int) -> float:
