@@ -243,10 +243,10 @@ def _claim(folder: Path) -> None:
     runfolder.claim(folder)
     try:
         runfolder.Status(folder, 0).write("running")  # over what the last start came to: a failure from here on is this start's
-        checkpoint.clean(folder / "checkpoints")
-        runfolder.remove_leftovers(folder)
     except OSError as error:
         raise runfolder.cannot_write(folder, error) from None
+    checkpoint.clean(folder / "checkpoints")  # what cannot be removed, as on NFS while a lost process has it open, may be at the next start
+    runfolder.remove_leftovers(folder)
 
 
 def _open_records(job: Job, facts: dict[str, Any], found: Start) -> None:

@@ -28,6 +28,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+Key = tuple[str, str, tuple[int, ...]]  # a piece's group, name and offsets
+
+
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a named tensor, as this process holds it: all of it, or a shard."""
@@ -38,7 +41,7 @@ class Piece:
     tensor: Tensor
 
     @property
-    def key(self) -> tuple[str, str, tuple[int, ...]]:
+    def key(self) -> Key:
         return self.group, self.name, self.offsets
 
 

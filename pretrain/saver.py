@@ -15,7 +15,7 @@ from torch import Tensor
 from pretrain import checkpoint
 from pretrain.checkpoint import CheckpointError
 from pretrain.config import Train
-from pretrain.pieces import Piece, pieces, share
+from pretrain.pieces import Key, Piece, pieces, share
 from pretrain.ranks import gather, rank_in
 from pretrain.snapshot import Snapshot
 
@@ -32,8 +32,8 @@ class Saver:
         self.of_main: Collection[str] = ()  # buffers, of which each rank may have another: the main process's, as DDP hands them round
         self.records: Sequence[Path] = ()  # of the steps that a checkpoint counts: on disk before it
         self._snapshot = Snapshot()
-        self._held: list[tuple[str, str, tuple[int, ...]]] = []  # what this rank holds, and what of it it writes
-        self._written: set[tuple[str, str, tuple[int, ...]]] = set()
+        self._held: list[Key] = []  # what this rank holds, and what of it it writes
+        self._written: set[Key] = set()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointError | None] | None = None
         self._copying: Future[None] | None = None

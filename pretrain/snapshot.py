@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pretrain.pieces import Piece
+from pretrain.pieces import Key, Piece
 
 
 class Snapshot:
     """Its memory is kept: pages that are new cost more than the copy."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
+        self._copies: dict[Key, Tensor] = {}
         self._left: list[tuple[Tensor, Tensor]] = []  # (copy, what it is of): held until it is copied
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -22,7 +22,6 @@ class Snapshot:
     def begin(self, pieces: Sequence[Piece], changing: Collection[str]) -> list[Piece]:
         """The copies, which `complete` makes. At once only those of `changing`, weights by name that a forward changes: buffers."""
         copies = [replace(piece, tensor=self._room_for(piece)) for piece in pieces]
-        self._left = []
         for copy, piece in zip(copies, pieces, strict=True):
             if piece.tensor.device.type not in ("cpu", "cuda") or (piece.group == "model" and piece.name in changing):
                 copy.tensor.copy_(piece.tensor)
@@ -43,8 +42,7 @@ class Snapshot:
 
     def _room_for(self, piece: Piece) -> Tensor:
         if piece.key not in self._copies:
-            tensor = piece.tensor
-            self._copies[piece.key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._copies[piece.key] = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
         return self._copies[piece.key]
 
     def _copy_on_a_stream(self) -> None:

@@ -60,10 +60,12 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     silent = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     job, progress = start(cfg, path, [], world, [], stops)
-    step = Step(job, progress)
-    step()
+    step(job, progress)
     mine = sum(piece.tensor.nbytes for piece in share(pieces(job.strategy.state()), job.control))
-    rounds = [(step(), *save_beside(step), save_synchronously(job, progress), dd(folder, world.rank, mine)) for _ in range(_ROUNDS)]
+    rounds = [
+        (step(job, progress), *save_beside(job, progress), save_synchronously(job, progress), dd(folder, world.rank, mine))
+        for _ in range(_ROUNDS)
+    ]
     alone, waits, together, beside, synchronous, raw = (median(column[1:]) for column in zip(*rounds, strict=True))  # the first makes room
     total = sum(gather(job.control, mine)) / 1e6
     job.loader.close()
@@ -72,33 +74,26 @@ def measure(folder: Path, name: str, world: launch.World, stops: StopRequests) -
     release()
     if world.rank == 0:
         print(f"| {name} | {total:.0f} | {alone:.2f} | {waits:.3f} | {together - alone:.2f} | {beside:.2f} | {synchronous:.2f} | "
-              f"{waits / synchronous:.1%} | "
-              f"{total / synchronous:.0f} | {total / raw:.0f} |", flush=True)  # fmt: skip
+              f"{waits / synchronous:.1%} | {total / synchronous:.0f} | {total / raw:.0f} |", flush=True)  # fmt: skip
 
 
-class Step:
-    """Calling it makes the next update, and says how many seconds it took."""
-
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self.job, self.progress = job, progress
-
-    def __call__(self) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        batch, *_ = train.update(self.job, self.progress.step + 1, self.progress.position)
-        train.advance(self.job, self.progress, batch)
-        return time.perf_counter() - began
+def step(job: Job, progress: Progress) -> float:
+    """The next update: how many seconds it took."""
+    dist.barrier()
+    began = time.perf_counter()
+    batch, *_ = train.update(job, progress.step + 1, progress.position)
+    train.advance(job, progress, batch)
+    return time.perf_counter() - began
 
 
-def save_beside(step: Step) -> tuple[float, float, float]:
+def save_beside(job: Job, progress: Progress) -> tuple[float, float, float]:
     """(seconds that training stood still, until the next update was made, until the checkpoint stood)."""
-    job = step.job
     job.saver.train = replace(job.saver.train, async_checkpoint=True)
     dist.barrier()
     began, settled = time.perf_counter(), job.clock.other.get("checkpoint", 0.0)
-    job.saver.start(step.progress.step, job.strategy.state(), {}, job.described)
+    job.saver.start(progress.step, job.strategy.state(), {}, job.described)
     waited = time.perf_counter() - began
-    step()
+    step(job, progress)
     together = time.perf_counter() - began
     assert job.saver.wait() is None
     return waited + job.clock.other["checkpoint"] - settled, together, time.perf_counter() - began

@@ -1,6 +1,7 @@
 """Where a run starts, what it refuses to go on from, and: interrupted and resumed is uninterrupted."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -433,6 +434,25 @@ def test_a_start_removes_what_killed_ones_left_even_if_there_is_nothing_to_train
     (outcome,) = ranks.outcomes(drive.whole, path, [], size=1)
     assert Finished.__name__ in outcome.error
     assert [one for one in left if one.exists()] == []
+
+
+def claim_what_cannot_be_cleaned(path: Path) -> str:
+    def busy(folder: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    clean, checkpoint.clean = checkpoint.clean, busy
+    try:
+        drive.begin(path)
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        checkpoint.clean = clean
+    return "nothing"
+
+
+def test_what_cannot_be_removed_now_is_no_mistake_of_the_users(ranks: Ranks, config: Config) -> None:
+    """A lost process may still have it open, on NFS: a job that is asked to may try again."""
+    assert ranks.run(claim_what_cannot_be_cleaned, config(), size=1) == ["OSError"]
 
 
 def test_the_end_is_saved_once_and_unlogged_steps_are_logged_at_the_end(ranks: Ranks, config: Config) -> None:
